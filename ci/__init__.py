@@ -1,0 +1,1 @@
+"""What runs the suite many times, and reads what those runs put on record."""

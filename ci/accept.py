@@ -1,0 +1,249 @@
+"""
+Fold records into the golden files: the fewest entries that reproduce every observation, whatever the records' order.
+
+    python -m ci.accept RECORD...            write
+    python -m ci.accept --check RECORD...    judge the records by the golden files, write nothing
+
+Runs only observe; this is the one place that writes what is expected, and a person reads the diff. Violated cases are
+left out, `broken` and `note` entries and comments are kept, and nothing is ever removed because a record lacks it.
+"""
+
+import argparse
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from ddp_conformance import golden, record
+from ddp_conformance.golden import SHARED_LANE, Release
+from ddp_conformance.subject import DEFAULT
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "conformance" / "golden"
+JUDGED = ("holds", "changed", "known")
+
+Points = dict[Release, Any]
+"""The value of one fact on one lane, at every release where it was measured; False where it was not produced."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ci.accept", description=__doc__.strip().splitlines()[0])
+    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD")
+    parser.add_argument("--check", action="store_true", help="judge the records by the golden files, write nothing")
+    parser.add_argument("--golden", type=Path, default=FOLDER, metavar="DIR", help="the folder of golden files")
+    options = parser.parse_args(arguments)
+    try:
+        if not options.check and os.environ.get("CI"):
+            raise record.RecordError("CI is set: what is expected is accepted by a person, not by a workflow")
+        records = [record.read(path) for path in options.records]
+        if foreign := [str(each.path) for each in records if each.run["subject"] != DEFAULT]:
+            raise record.RecordError(f"{', '.join(foreign)}: golden files are about {DEFAULT} only")
+        return check(records, options.golden) if options.check else accept(records, options.golden)
+    except (record.RecordError, golden.GoldenError) as error:
+        print(f"ci.accept: {error}", file=sys.stderr)
+        return 2
+
+
+def accept(records: list[record.Record], folder: Path) -> int:
+    """Write what the records add; says what it changed and what it left out."""
+    families: dict[str, dict[str, list[tuple[record.Record, dict[str, Any]]]]] = defaultdict(lambda: defaultdict(list))
+    for each in records:
+        for line in each.cases:
+            family, _, name = line["id"].partition(".")
+            if line["verdict"] == "violated":
+                print(f"left out: {line['id']} [{line['lane']}] on {each.run['torch']} is violated")
+            elif line["verdict"] in (*JUDGED, "not offered"):
+                families[family][name].append((each, line))
+    measured = read_observed(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for family, cases in sorted(families.items()):
+        path = folder / f"{family}.toml"
+        golden.load(path)  # a broken file is refused before anything is written
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        document = tomlkit.parse(before)
+        for name in sorted(cases, key=lambda name: cases[name][0][1]["test"]):
+            _fold(document, name, cases[name], measured)
+        after = tomlkit.dumps(document)
+        if after != before:
+            _write(path, after)
+            print(f"changed: {path.name}")
+    _write_observed(folder, records)
+    return 0
+
+
+def check(records: list[record.Record], folder: Path) -> int:
+    """Print every case line that the golden files do not expect; 1 if there is one."""
+    wrong = 0
+    for each in records:
+        for line in each.cases:
+            family, _, name = line["id"].partition(".")
+            where = f"{line['id']} [{line['lane']}] on {each.run['torch']}"
+            known = golden.expected(golden.load(folder / f"{family}.toml"), name, line["lane"], each.run["torch"])
+            if line["verdict"] == "violated":
+                why = "violated"
+            elif line["verdict"] == "not offered":
+                why = "golden says it is offered" if known.offered else ""
+            elif line["verdict"] == "no data":
+                why = ""
+            else:
+                wanted = {
+                    key: value for key, (value, _) in known.facts.items() if (key, value) != ("outcome", "returned")
+                }
+                wrongs = sorted(
+                    key for key in wanted.keys() | line["facts"].keys() if wanted.get(key) != line["facts"].get(key)
+                )
+                why = (
+                    f"differs in {', '.join(wrongs)}"
+                    if wrongs
+                    else ""
+                    if known.offered
+                    else "golden says it is not offered"
+                )
+            if why:
+                wrong += 1
+                print(f"{where}: {why}")
+    print(f"{sum(len(each.cases) for each in records)} case lines, {wrong} not as expected")
+    return 1 if wrong else 0
+
+
+def read_observed(folder: Path) -> dict[str, set[Release]]:
+    """Lane -> the releases on which it was measured in full."""
+    path = folder / "observed.toml"
+    if not path.exists():
+        return {}
+    tables = tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
+    return {lane: {golden.release(version) for version in versions} for lane, versions in tables.items()}
+
+
+def _fold(
+    document: Any,
+    name: str,
+    observed: list[tuple[record.Record, dict[str, Any]]],
+    measured: Mapping[str, set[Release]],
+) -> None:
+    """Bring one case's table up to date with what was observed of it."""
+    old = document.unwrap().get(name, {})
+    seen: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(dict))  # lane -> fact -> release -> value
+    offered: dict[str, Points] = defaultdict(dict)
+    for each, line in observed:
+        lane, now = line["lane"], golden.release(each.run["torch"])
+        offered[lane][now] = "no" if line["verdict"] == "not offered" else "yes"
+        for fact, value in line["facts"].items() if line["verdict"] in JUDGED else ():
+            seen[lane][fact][now] = value
+    for lane in sorted(offered, key=lambda lane: lane != SHARED_LANE):
+        present = {now for now, is_offered in offered[lane].items() if is_offered == "yes"}
+        for fact in sorted(set(seen[lane]) | _named(old, lane), key=lambda fact: (fact == "laws", fact == "outcome")):
+            points = seen[lane].get(fact, {})
+            # Produced elsewhere, and not here: false, unless an outcome is the ordinary one that goes unwritten.
+            for now in present - points.keys():
+                points[now] = "returned" if fact == "outcome" else False
+            _merge(document, name, lane, fact, points, measured.get(lane, set()))
+        _merge(document, name, lane, "offered", dict(offered[lane]), measured.get(lane, set()))
+
+
+def _named(table: Mapping[str, Any], lane: str) -> set[str]:
+    """The facts that the table already speaks of in this lane."""
+    own = table.get("lane", {}).get(lane, {})
+    return {key for key in {**table, **own} if key not in ("broken", "note", "lane", "offered")}
+
+
+def _merge(document: Any, name: str, lane: str, fact: str, points: Points, measured: set[Release]) -> None:
+    """Let one fact's entry reproduce the new points and, at the releases measured before, what it says now."""
+    old = document.unwrap().get(name, {})
+    shared = old.get(fact)
+    own = old.get("lane", {}).get(lane, {}).get(fact) if lane != SHARED_LANE else None
+    default = "yes" if fact == "offered" else "returned" if fact == "outcome" else False
+    said = {now: _says(own if own is not None else shared, now, default) for now in measured | points.keys()}
+    if shared is None and own is None and all(value == default for value in points.values()):
+        return
+    if all(said[now] == value for now, value in points.items()) and (shared is not None or own is not None):
+        return
+    known = {now: value for now, value in said.items() if now in measured and (shared is not None or own is not None)}
+    entry = compress({**known, **points})
+    table = document.setdefault(name, tomlkit.table()) if lane == SHARED_LANE else _lane_table(document, name, lane)
+    table[fact] = _toml(entry)
+
+
+def _says(entry: Any, now: Release, default: Any) -> Any:
+    if entry is None:
+        return default
+    found = golden.in_force(entry, now)
+    return default if found is None else found[0]
+
+
+def compress(points: Mapping[Release, Any]) -> Any:
+    """
+    The shortest entry that reproduces the points: one plain value, or the releases at which the value changes.
+
+    Releases are written as minor versions unless two patch releases of one minor differ. A leading False is left
+    out: before the first release named, nothing is expected anyhow.
+    """
+    entry: dict[str, Any] = {}
+    last: Any = None
+    minors: dict[Release, list[Any]] = defaultdict(list)
+    for now, value in points.items():
+        minors[now[:2]].append(value)
+    for now in sorted(points):
+        value = points[now]
+        if (value == last and entry) or (not entry and value is False):
+            continue
+        minor = now[:2]
+        differ = any(each != minors[minor][0] for each in minors[minor])
+        entry[".".join(map(str, now if differ else minor if len(minor) == 2 else (*minor, 0)))] = last = value
+    if len(entry) == 1 and points[min(points)] is not False:
+        return next(iter(entry.values()))
+    return entry
+
+
+def _toml(entry: Any) -> Any:
+    if isinstance(entry, dict):
+        inline = tomlkit.inline_table()
+        inline.update(entry)
+        return inline
+    return entry
+
+
+def _lane_table(document: Any, name: str, lane: str) -> Any:
+    table = document.setdefault(name, tomlkit.table())
+    lanes = table.setdefault("lane", tomlkit.table(is_super_table=True))
+    return lanes.setdefault(lane, tomlkit.table())
+
+
+def _write_observed(folder: Path, records: Iterable[record.Record]) -> None:
+    """Note what was measured in full: lane, release and builds. A partial run confirms nothing about the suite."""
+    path = folder / "observed.toml"
+    text = (
+        path.read_text(encoding="utf-8") if path.exists() else "# Which releases and builds were measured, by lane.\n"
+    )
+    document = tomlkit.parse(text)
+    for each in records:
+        if not each.whole_suite:
+            print(f"{each.path.name}: a partial run, not noted in observed.toml")
+            continue
+        for lane in each.run["lanes"]:
+            table = document.setdefault(lane, tomlkit.table())
+            release = str(Version(each.run["torch"]).base_version)
+            builds = sorted({*table.get(release, []), each.run["build"]})
+            table[release] = builds
+    for lane in document:
+        ordered = sorted(document[lane].unwrap().items(), key=lambda item: Version(item[0]))
+        for release, _ in ordered:
+            document[lane].remove(release)
+        for release, builds in ordered:
+            document[lane][release] = builds
+    _write(path, tomlkit.dumps(document))
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing: a reader never sees half a file."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

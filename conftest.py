@@ -1,0 +1,3 @@
+"""Loads the plugin, nothing else."""
+
+pytest_plugins = ["ddp_conformance.plugin"]
