@@ -30,7 +30,7 @@ ROLES = re.compile(r":[a-z:]+:`~?([^`<]*?)(?:\s*<[^`]*>)?`")
 ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|etc|vs|cf|resp|Eq|Fig)\.")
 HEADING = re.compile(r"^[\w ,.]+(\([^)]*\))?:$|^\w+ \([^)]*\): |^\w+: ")
 """An argument's name and type, before its description or alone."""
-SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z\"'(0-9])")
+SENTENCE_END = re.compile(r"(?<!default:)(?<=[.!?:])\s+(?=[A-Z\"'(0-9])")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""What is generated is fresh, and what a case rests on is there."""
+
+import pytest
+
+from ci import claims, coverage, sources
+from ci.cases import all_cases
+from ci.documentation import Sentence, split
+
+CASES = all_cases()
+
+
+def test_the_page_of_claims_is_what_the_cases_say():
+    assert claims.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("source", sorted({case.source for case in CASES}))
+def test_a_source_resolves_in_this_torch(source):
+    sources.resolve(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["DistributedDataParallel.no_such_method", "nn/parallel/distributed.py: no such line"]
+)
+def test_a_source_that_is_gone_is_one_clear_line(source):
+    with pytest.raises(LookupError, match=r"^source '.*$"):
+        sources.resolve(source)
+
+
+def test_sentences_survive_reflowing_and_markup():
+    docstring = """Gradients are *averaged* over ranks. See :meth:`~torch.nn.Module.forward`, e.g. here.
+
+    Args:
+        cap (int): at most this many bytes
+            go in a bucket. (default: ``None``)
+
+    Example::
+
+        >>> this is no sentence at all
+
+    - A list item stands alone.
+    """
+    assert split(docstring) == [
+        "Gradients are averaged over ranks.",
+        "See torch.nn.Module.forward, e.g. here.",
+        "at most this many bytes go in a bucket.",
+        "(default: None)",
+        "A list item stands alone.",
+    ]
+    assert (
+        Sentence("", "Gradients are  averaged.").fingerprint == Sentence("", "gradients are ``averaged``").fingerprint
+    )
+
+
+def test_a_promise_is_not_advice_and_a_claim_must_exist():
+    promise = Sentence("DDP", "Parameters are never broadcast.")
+    accounted = {promise.fingerprint: {"reason": "advice"}, "0": {"claims": ["no.such"]}}
+    wrong = list(coverage.errors(accounted, [promise], []))
+    assert wrong == [
+        "0 maps to no.such, which is no claim",
+        f"{promise.fingerprint} is called advice and says broadcast, never",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[a]\nreason = 'too hard'", "a: reason 'too hard' is none of"),
+        ("[a]\nclaims = []", "a: claims is a list with at least one"),
+        ("[a]\nclaim = 'x'", r"a: write claims = \[...\] or reason"),
+        ("[a", "not a TOML file"),
+    ],
+)
+def test_a_broken_map_is_one_clear_line(tmp_path, text, why):
+    (tmp_path / "documented.toml").write_text(text)
+    with pytest.raises(ValueError, match=why):
+        coverage.load(tmp_path / "documented.toml")
