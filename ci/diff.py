@@ -1,0 +1,227 @@
+"""
+What changes in DDP between two releases of torch, claim by claim.
+
+    python -m ci.diff 2.2.2 2.15.0               from the records kept with the suite
+    python -m ci.diff A.jsonl B.jsonl            from two records, for builds that are no release
+    python -m ci.diff 2.2.2 2.15.0 --json        for a program
+
+A fact that changed, a law that broke or was mended, what is newly offered and what is no longer. What was not measured
+on both sides is named as such, and is not called unchanged.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_conformance import golden, record
+from ddp_conformance.case import HAZARD, MUST, OBSERVED, Case, program_hash
+from ddp_conformance.record import Record, RecordError
+from ddp_conformance.suite import golden_path
+
+from ci.cases import ROOT, all_cases
+
+RECORDS = ROOT / "conformance" / "records"
+KINDS = {
+    "breaks": "no longer conforms",
+    "mended": "conforms again",
+    "changed": "behaves differently",
+    "offered": "newly offered",
+    "gone": "no longer offered",
+}
+ORDER = {MUST: 0, HAZARD: 1, OBSERVED: 2}
+
+
+@dataclass
+class Change:
+    """One case that is not the same on both sides."""
+
+    kind: str
+    id: str
+    claim: str
+    level: str
+    sentence: str
+    lane: str
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    since: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    older: bool = False
+
+
+@dataclass
+class Difference:
+    """All changes between two records, and how much stayed the same or was measured on one side only."""
+
+    old: str
+    new: str
+    changes: list[Change]
+    same: int
+    one_sided: list[str]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ci.diff", description="What changes in DDP between two releases.")
+    parser.add_argument("old", help="a release whose record is kept with the suite, or a record's path")
+    parser.add_argument("new", help="the same for the other side")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    try:
+        difference = compare(find(options.old), find(options.new))
+    except (RecordError, golden.GoldenError) as error:
+        print(f"ci.diff: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(asdict(difference), indent=2))
+    else:
+        print("\n".join(report(difference)))
+    return 0
+
+
+def find(name: str) -> Record:
+    """The record of a release, or the one in a file."""
+    if Path(name).exists():
+        return record.read(Path(name))
+    kept = RECORDS / f"{name}.jsonl.gz"
+    if kept.exists():
+        return record.read(kept)
+    have = " ".join(sorted((path.name.removesuffix(".jsonl.gz") for path in RECORDS.glob("*.gz")), key=golden.release))
+    raise RecordError(f"{name}: neither a record nor a release on file; on file are {have or 'none'}")
+
+
+def compare(old: Record, new: Record) -> Difference:
+    """Case by case and lane by lane, in the order that matters to whoever must upgrade."""
+    cases = {case.id(facet): (case, facet) for case in all_cases() for facet in case.facets()}
+    before = {(line["id"], line["lane"]): line for line in old.cases}
+    after = {(line["id"], line["lane"]): line for line in new.cases}
+    changes, same = [], 0
+    one_sided = [f"{case_id} [{lane}]" for case_id, lane in sorted(before.keys() ^ after.keys())]
+    for key in sorted(before.keys() & after.keys()):
+        if "no data" in (before[key]["verdict"], after[key]["verdict"]):
+            if before[key]["verdict"] != after[key]["verdict"]:
+                one_sided.append(f"{key[0]} [{key[1]}]")
+            continue
+        kind = _kind(before[key], after[key])
+        if kind is None:
+            same += 1
+            continue
+        case_id, lane = key
+        case, facet = cases.get(case_id, (None, None))
+        change = Change(
+            kind,
+            case_id,
+            case.claim if case else case_id.partition("/")[0],
+            after[key]["level"],
+            case.sentence if case else "(a case that the suite no longer has)",
+            lane,
+        )
+        for name in _differing(before[key], after[key]):
+            sides = before[key]["facts"].get(name), after[key]["facts"].get(name)
+            change.facts[name] = {"old": sides[0], "new": sides[1]}
+        change.why = {side: line["why"] for side, line in (("old", before[key]), ("new", after[key])) if line["why"]}
+        if case and facet:
+            _explain(change, case, case_id, lane, str(old.run["torch"]), str(new.run["torch"]))
+            change.older = {before[key]["program"], after[key]["program"]} != {program_hash(case, facet)}
+        changes.append(change)
+    changes.sort(key=lambda change: (list(KINDS).index(change.kind), ORDER.get(change.level, 3), change.id))
+    return Difference(str(old.run["torch"]), str(new.run["torch"]), changes, same, one_sided)
+
+
+def report(difference: Difference) -> Iterator[str]:
+    """The upgrade report, for a person."""
+    by_kind: dict[str, list[Change]] = defaultdict(list)
+    for change in difference.changes:
+        by_kind[change.kind].append(change)
+    yield f"DistributedDataParallel from torch {difference.old} to {difference.new}"
+    yield ""
+    for kind, meaning in KINDS.items():
+        claims = {change.claim for change in by_kind[kind]}
+        yield f"  {len(claims):4} {'claim' if len(claims) == 1 else 'claims'} {meaning}"
+    yield f"  {difference.same:4} cases the same"
+    if difference.one_sided:
+        yield (
+            f"  {len(difference.one_sided):4} cases measured on one side only: {', '.join(difference.one_sided[:5])}"
+            + (" ..." if len(difference.one_sided) > 5 else "")
+        )
+    for kind, meaning in KINDS.items():
+        if not by_kind[kind]:
+            continue
+        yield f"\n{meaning.capitalize()}\n{'-' * len(meaning)}"
+        claims_seen: dict[str, list[Change]] = {}
+        for change in by_kind[kind]:
+            claims_seen.setdefault(change.claim, []).append(change)
+        for claim, changes in claims_seen.items():
+            yield f"\n{claim}  ({changes[0].level})"
+            yield f"  {changes[0].sentence}"
+            for change in changes:
+                yield from _lines(change, difference)
+
+
+def _lines(change: Change, difference: Difference) -> Iterator[str]:
+    facet = change.id.partition("/")[2]
+    where = " ".join(
+        filter(None, (f"/{facet}" if facet else "", f"[{change.lane}]" if change.lane != "gloo:cpu" else ""))
+    )
+    if where:
+        yield f"  {where}"
+    width = max(len(difference.old), len(difference.new))
+    if change.kind in ("offered", "gone"):
+        yield f"    {change.why.get('old') or change.why.get('new')}"
+    else:
+        for name, sides in change.facts.items():
+            yield f"    {name}" + (f" (since {change.since[name]})" if name in change.since else "")
+            for label, value in ((difference.old, sides["old"]), (difference.new, sides["new"])):
+                for line in _value(value):
+                    yield f"      {label:{width}}  {line}"
+        for side, label in (("old", difference.old), ("new", difference.new)):
+            if change.why.get(side) and change.kind in ("breaks", "mended"):
+                yield f"    {label}: {change.why[side].splitlines()[0]}"
+    for note in change.notes:
+        yield f"    note: {note}"
+    if change.older:
+        yield "    (measured on an older version of this case)"
+
+
+def _value(value: Any) -> list[str]:
+    if value is None:
+        return ["(not produced)"]
+    if isinstance(value, list):
+        return [f"rank {rank}: {item}" for rank, item in enumerate(value)]
+    return [str(value)]
+
+
+def _kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    broken = {"known", "violated"}
+    if old["verdict"] == "not offered" or new["verdict"] == "not offered":
+        if old["verdict"] == new["verdict"]:
+            return None
+        return "offered" if old["verdict"] == "not offered" else "gone"
+    if new["verdict"] in broken and old["verdict"] not in broken:
+        return "breaks"
+    if old["verdict"] in broken and new["verdict"] not in broken:
+        return "mended"
+    return "changed" if _differing(old, new) else None
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**old["facts"], **new["facts"]} if old["facts"].get(name) != new["facts"].get(name)]
+
+
+def _explain(change: Change, case: Case, case_id: str, lane: str, old: str, new: str) -> None:
+    """Since when, and the notes that a person wrote for releases between the two."""
+    tables = golden.load(golden_path(case))
+    name = case_id.partition(".")[2]
+    expected = golden.expected(tables, name, lane, new)
+    change.since = {fact: expected.facts[fact][1] for fact in change.facts if expected.facts.get(fact, ("", ""))[1]}
+    low, high = sorted((golden.release(old), golden.release(new)))
+    for note in tables.get(name, {}).get("note", []):
+        if low < golden.release(note["since"]) <= high:
+            change.notes.append(" ".join(filter(None, (f"since {note['since']}: {note['text']}", note.get("link")))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
