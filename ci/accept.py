@@ -131,8 +131,10 @@ def _fold(
     offered: dict[str, Points] = defaultdict(dict)
     for each, line in observed:
         lane, now = line["lane"], golden.release(each.run["torch"])
-        offered[lane][now] = "no" if line["verdict"] == "not offered" else "yes"
-        for fact, value in line["facts"].items() if line["verdict"] in JUDGED else ():
+        # A record says "not offered" where golden says so already, and "changed", with this one fact, where it does not.
+        absent = line["verdict"] == "not offered" or line["facts"].get("offered") == "no"
+        offered[lane][now] = "no" if absent else "yes"
+        for fact, value in line["facts"].items() if line["verdict"] in JUDGED and not absent else ():
             seen[lane][fact][now] = value
     for lane in sorted(offered, key=lambda lane: lane != SHARED_LANE):
         present = {now for now, is_offered in offered[lane].items() if is_offered == "yes"}
