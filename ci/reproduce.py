@@ -43,7 +43,7 @@ def _main(index, world_size, path):
         if "fact" in said:
             sys.stdout.write(f"rank {index}: {said['fact']} = {said['text']}\n")
         elif "law" in said:
-            verdict = "holds" if said["holds"] else f"BROKEN\\n{said['detail']}\n"
+            verdict = "holds" if said["holds"] else f"BROKEN\n{said['detail']}\n"
             sys.stdout.write(f"rank {index}: law {said['law']}: {verdict}\n")
         sys.stdout.flush()
 
