@@ -1,0 +1,546 @@
+"""Inside no_sync gradients stay on their rank; the next synchronized backward reduces what has accumulated."""
+
+import torch
+from ddp_conformance import HAZARD, MUST, OBSERVED, case
+from ddp_conformance.models import Scalars, linear
+from ddp_conformance.rank import mean_all_reduce
+from ddp_conformance.subject import NoData
+from torch import nn
+
+TORCH = "distributed_test.py::DistributedTest._DistTestBase::"
+OPTIONS = {
+    "default": {},
+    "view": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+}
+
+
+@case(
+    "no_sync.accumulates",
+    level=MUST,
+    source="DistributedDataParallel.no_sync",
+    world=(1, 3),
+    each={name: OPTIONS[name] for name in ("default", "view", "find_unused")},
+    needs=("no_sync",),
+    catalogue=("C01",),
+    torch_tests=(
+        TORCH + "test_accumulate_gradients_no_sync",
+        TORCH + "test_accumulate_gradients_no_sync_grad_is_view",
+    ),
+    reports=("Lightning-AI/pytorch-lightning#4092", "Lightning-AI/pytorch-lightning#2595", "pytorch/pytorch#43201"),
+)
+def test_local_gradients_accumulate_until_the_next_synced_backward(rank, options):
+    """Inside no_sync gradients add up on their rank; the next synced backward reduces the accumulated sum."""
+    model = Scalars("a", "b")
+    ddp = rank.wrap(model, **options)
+    own = rank.batch(1)
+    with ddp.no_sync():
+        for step in (1, 2):
+            ddp(own).sum().backward()
+            rank.law("inside no_sync a gradient is the rank's own sum", model.a.grad, step * own[0])
+    rank.show("inside", model.a.grad)
+    ddp(own).sum().backward()
+    rank.show("after", [model.a.grad, model.b.grad])
+    mean = 3 * rank.mean(lambda r: rank.batch(1, of=r)[0])
+    rank.law("the synced step reduces the accumulated sum", [model.a.grad, model.b.grad], [mean, mean.clone()])
+
+
+@case(
+    "no_sync.reduced_part_is_kept",
+    level=MUST,
+    source="DistributedDataParallel.no_sync",
+    world=3,
+    each={name: OPTIONS[name] for name in ("default", "view", "find_unused")},
+    needs=("no_sync",),
+    catalogue=("C01",),
+    torch_tests=(TORCH + "test_accumulate_gradients_no_sync",),
+)
+def test_a_mean_that_is_already_there_survives_the_next_reduction(rank, options):
+    """A mean reduced before no_sync stays in the gradient: the next synced backward averages it together with what each rank added."""
+    model = linear(2)
+    ddp = rank.wrap(model, **options)
+    own, mean = rank.batch(2), rank.mean(lambda r: rank.batch(2, of=r))
+    ddp(own).sum().backward()
+    rank.law("the first synced step gives the mean", model.weight.grad, mean)
+    with ddp.no_sync():
+        ddp(own).sum().backward()
+    rank.show("inside", model.weight.grad)
+    rank.law("inside, the rank's own gradient is added to the mean", model.weight.grad, mean + own)
+    ddp(own).sum().backward()
+    rank.law("mean, own and own again are reduced to three means", model.weight.grad, 3 * mean)
+
+
+def accumulate(forward, micro_batches, scale):
+    """Add up the gradients of `scale` times a quadratic loss over micro-batches of (x, y)."""
+    for x, y in micro_batches:
+        (scale * (forward(x) - y).square().sum() / 2).backward()
+
+
+@case(
+    "no_sync.equals_one_large_batch",
+    level=MUST,
+    source="DistributedDataParallel.no_sync",
+    world=3,
+    each={
+        "default": ({}, True),
+        "zeroed": ({}, False),
+        "view": ({"gradient_as_bucket_view": True}, True),
+        "view_zeroed": ({"gradient_as_bucket_view": True}, False),
+        "find_unused": ({"find_unused_parameters": True}, True),
+    },
+    needs=("no_sync",),
+    catalogue=("C01",),
+    torch_tests=(TORCH + "test_accumulate_gradients_no_sync",),
+)
+def test_an_accumulation_window_equals_one_large_batch(rank, options):
+    """Accumulating micro-batches under no_sync and syncing the last one trains exactly as one process does on all of them at once."""
+    ddp_options, set_to_none = options
+    model, alone = (linear(2, dtype=torch.float64).to(rank.device) for _ in range(2))
+    ddp = rank.wrap(model, **ddp_options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1 / 64)
+
+    def micro_batches(of, iteration):
+        return [
+            (rank.tensor(of + 1, micro + iteration % 2, dtype=torch.float64), of - micro) for micro in range(3)
+        ]  # three rows a window, others on each rank and in each iteration
+
+    for iteration in range(4):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        *held_back, last = micro_batches(rank.index, iteration)
+        with ddp.no_sync():
+            accumulate(ddp, held_back, rank.world_size)  # a loss times W: the mean over W ranks is then the sum
+        accumulate(ddp, [last], rank.world_size)
+        optimizer.step()
+
+        alone.zero_grad()
+        everything = [row for of in range(rank.world_size) for row in micro_batches(of, iteration)]
+        xs, ys = torch.stack([x for x, _ in everything]), rank.tensor(*(y for _, y in everything), dtype=torch.float64)
+        ((alone(xs)[:, 0] - ys).square().sum() / 2).backward()
+        with torch.no_grad():
+            alone.weight -= alone.weight.grad / 64
+        rank.law("weights are those of one process on one large batch", model.weight.data, alone.weight.data)
+    rank.show("weights", model.weight)
+
+
+@case(
+    "no_sync.starts_no_collective",
+    level=MUST,
+    source="DistributedDataParallel.no_sync",
+    each=OPTIONS,
+    needs=("no_sync",),
+    catalogue=("C01",),
+)
+def test_nothing_is_communicated_inside(rank, options):
+    """A model without buffers communicates nothing inside no_sync, neither in forward nor in backward."""
+    ddp = rank.wrap(Scalars("a", "b"), **options)
+    before = rank.collectives()
+    with ddp.no_sync():
+        for _ in range(3):
+            ddp(rank.batch(1)).backward()
+    rank.law("no collective starts inside no_sync", rank.collectives() - before, 0)
+    ddp(rank.batch(1)).backward()
+    rank.show("in_the_synced_step", rank.collectives() - before)
+    rank.differs("the synced step communicates", rank.collectives() - before, 0)
+
+
+@case(
+    "no_sync.rebuild_happens_inside",
+    level=OBSERVED,
+    source="nn/parallel/distributed.py: self.reducer._rebuild_buckets()",
+    needs=("no_sync",),
+    catalogue=("C01", "H05"),
+)
+def test_the_bucket_rebuild_communicates_even_inside(rank):
+    """The bucket rebuild that the second forward is due for communicates even when that forward is inside no_sync.
+
+    Ranks that do not all enter no_sync at their second forward still meet in it, for every rank's second
+    gradient-enabled forward rebuilds; the backward after it stays local.
+    """
+    ddp = rank.wrap(Scalars("a", "b"))
+    own = rank.batch(1)
+    ddp(own).backward()
+    ddp.zero_grad(set_to_none=True)
+    before = rank.collectives()
+    with ddp.no_sync():
+        out = ddp(own)
+        rank.show("in_the_second_forward", rank.collectives() - before)
+        rank.differs("the second forward communicates inside no_sync", rank.collectives() - before, 0)
+        before = rank.collectives()
+        out.backward()
+        ddp(own).backward()
+    rank.law("the rest does not", rank.collectives() - before, 0)
+    rank.law("gradients stay local", ddp.module.a.grad, 2 * own[0])
+
+
+@case(
+    "no_sync.forward_decides",
+    level=MUST,
+    source="DistributedDataParallel.no_sync",
+    each={
+        "forward_inside": (True, {}),
+        "forward_inside_find_unused": (True, {"find_unused_parameters": True}),
+        "backward_inside": (False, {}),
+        "backward_inside_find_unused": (False, {"find_unused_parameters": True}),
+        "backward_inside_view": (False, {"gradient_as_bucket_view": True}),
+    },
+    world=3,
+    needs=("no_sync",),
+    catalogue=("C02",),
+    reports=("huggingface/accelerate#1726", "pytorch/PiPPy#1133", "facebookresearch/ClassyVision#706"),
+)
+def test_the_forward_decides_and_not_the_backward(rank, chosen):
+    """Whether a gradient is synchronized is decided where its forward runs: inside or outside no_sync; the backward's place does not matter."""
+    forward_inside, options = chosen
+    model = linear(2)
+    ddp = rank.wrap(model, **options)
+    own = rank.batch(2)
+    if forward_inside:
+        with ddp.no_sync():
+            loss = ddp(own).sum()
+        loss.backward()
+        rank.law("forward inside, backward outside: the rank's own gradient", model.weight.grad, own)
+    else:
+        loss = ddp(own).sum()
+        with ddp.no_sync():
+            loss.backward()
+        rank.law(
+            "forward outside, backward inside: the mean", model.weight.grad, rank.mean(lambda r: rank.batch(2, of=r))
+        )
+    rank.show("gradient", model.weight.grad)
+
+
+@case(
+    "no_sync.flag_counts_at_forward",
+    level=OBSERVED,
+    source="nn/parallel/distributed.py: if torch.is_grad_enabled() and self.require_backward_grad_sync:",
+    each={"on_for_backward": False, "off_for_backward": True},
+    needs=("no_sync",),
+    catalogue=("C02",),
+    reports=("karpathy/build-nanogpt#30",),
+)
+def test_flipping_the_flag_between_forward_and_backward_changes_nothing(rank, at_forward):
+    """The flag require_backward_grad_sync counts as it stands in the forward; setting it between forward and backward changes nothing.
+
+    Its name says backward. A training loop that sets it for the last micro-batch only after that forward trains each
+    rank alone.
+    """
+    model = linear(2)
+    ddp = rank.wrap(model)
+    own = rank.batch(2)
+    ddp.require_backward_grad_sync = at_forward
+    loss = ddp(own).sum()
+    ddp.require_backward_grad_sync = not at_forward
+    loss.backward()
+    mean = rank.mean(lambda r: rank.batch(2, of=r))
+    rank.law("the value at forward decides", model.weight.grad, mean if at_forward else own.clone())
+
+
+@case(
+    "no_sync.survives_nesting",
+    level=MUST,
+    source="DistributedDataParallel.no_sync",
+    needs=("no_sync",),
+    catalogue=("C03",),
+)
+def test_leaving_an_inner_no_sync_does_not_end_the_outer_one(rank):
+    """Leaving a no_sync nested in another does not switch synchronization on again; leaving the outer one does."""
+    model = linear(2)
+    ddp = rank.wrap(model)
+    own = rank.batch(2)
+    with ddp.no_sync():
+        with ddp.no_sync():
+            pass
+        ddp(own).sum().backward()
+        rank.law("still inside the outer one", model.weight.grad, own)
+    ddp(own).sum().backward()
+    rank.law("outside both", model.weight.grad, 2 * rank.mean(lambda r: rank.batch(2, of=r)))
+
+
+@case(
+    "no_sync.survives_exceptions",
+    level=MUST,
+    source="nn/parallel/distributed.py: self.require_backward_grad_sync = old_require_backward_grad_sync",
+    needs=("no_sync",),
+    catalogue=("C03",),
+)
+def test_an_exception_inside_switches_synchronization_on_again(rank):
+    """An exception that leaves no_sync passes through unchanged and switches synchronization on again."""
+    model = linear(2)
+    ddp = rank.wrap(model)
+    caught = None
+    try:
+        with ddp.no_sync():
+            raise KeyError("a batch is missing")
+    except KeyError as error:
+        caught = error.args
+    rank.law("the exception passes through", caught, ("a batch is missing",))
+    ddp(rank.batch(2)).sum().backward()
+    rank.law("the next step is synced", model.weight.grad, rank.mean(lambda r: rank.batch(2, of=r)))
+
+
+@case(
+    "no_sync.hook_is_not_called",
+    level=MUST,
+    source="DistributedDataParallel.no_sync",
+    each={name: OPTIONS[name] for name in ("default", "view")},
+    needs=("no_sync", "register_comm_hook"),
+    catalogue=("C04",),
+    torch_tests=(
+        TORCH + "test_accumulate_gradients_no_sync_allreduce_hook",
+        TORCH + "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
+    ),
+)
+def test_a_communication_hook_is_called_with_the_accumulated_gradient_only(rank, options):
+    """A communication hook is not called inside no_sync; at the next synced backward it is handed the rank's own accumulated gradients."""
+    model = Scalars("a", "b")
+    ddp = rank.wrap(model, **options)
+    handed = []
+
+    def hook(state, bucket):
+        handed.extend(bucket.buffer().tolist())
+        return mean_all_reduce(bucket)
+
+    ddp.register_comm_hook(None, hook)
+    own = rank.batch(1)
+    with ddp.no_sync():
+        ddp(own).backward()
+        ddp(own).backward()
+    rank.law("inside no_sync the hook is not called", handed, [])
+    ddp(own).backward()
+    rank.show("handed", handed)
+    rank.law("then it gets the accumulated sums", handed, [3 * own.item()] * 2)
+    rank.law("which are reduced", model.a.grad, 3 * rank.mean(lambda r: rank.batch(1, of=r)[0]))
+
+
+@case(
+    "no_sync.used_in_any_micro_batch",
+    level=MUST,
+    source="include/torch/csrc/distributed/c10d/reducer.hpp: no_sync",
+    world=3,
+    each={
+        "everywhere": (True, {}),
+        "on_one_rank": (False, {}),
+        "everywhere_view": (True, {"gradient_as_bucket_view": True}),
+        "on_one_rank_view": (False, {"gradient_as_bucket_view": True}),
+    },
+    needs=("no_sync",),
+    catalogue=("C05",),
+    torch_tests=(TORCH + "test_grads_same_across_ranks_with_no_sync",),
+    reports=("pytorch/pytorch#69031", "pytorch/pytorch#42793", "pytorch/pytorch#124193"),
+)
+def test_a_parameter_used_in_any_micro_batch_of_the_window_is_reduced(rank, chosen):
+    """With find_unused_parameters a parameter used in any micro-batch since the last sync is reduced at the next one, though that forward does not use it."""
+    everywhere, options = chosen
+    model = Scalars("a", "b")
+    ddp = rank.wrap(model, find_unused_parameters=True, **options)
+    own = rank.batch(1)
+    user = rank.world_size - 1
+    for _ in range(2):
+        with ddp.no_sync():
+            ddp(own, use=("a", "b") if everywhere or rank.index == user else "a").backward()
+        ddp(own, use="a").backward()
+        used = rank.mean(lambda r: rank.batch(1, of=r)[0] * (everywhere or r == user))
+        rank.law("b, used in no_sync only, is the mean", model.b.grad, used)
+        rank.law(
+            "a, used in both, is the mean of the sum", model.a.grad, 2 * rank.mean(lambda r: rank.batch(1, of=r)[0])
+        )
+        ddp.zero_grad(set_to_none=True)
+
+
+@case(
+    "no_sync.off_by_one",
+    level=HAZARD,
+    source="DistributedDataParallel.no_sync",
+    needs=("no_sync",),
+    catalogue=("C01",),
+    reports=("modelscope/FunASR#3472",),
+)
+def test_what_is_accumulated_after_the_last_sync_stays_local(rank):
+    """A window that syncs its first micro-batch and runs the last one under no_sync leaves each rank its own last gradient, and weights part without an error."""
+    model = linear(2, dtype=torch.float64)
+    ddp = rank.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1 / 16)
+    own = rank.batch(2, dtype=torch.float64)
+    local = torch.zeros_like(model.weight)
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(own).sum().backward()
+        with ddp.no_sync():
+            ddp(own).sum().backward()
+        expected = rank.mean(lambda r: rank.batch(2, of=r, dtype=torch.float64)) + own
+        rank.law("the mean of the first and the rank's own last", model.weight.grad, expected)
+        optimizer.step()
+        local -= expected / 16
+    rank.show("weights", model.weight)
+    rank.law("weights go the rank's own way", model.weight.data, 1 + local)
+
+
+@case(
+    "no_sync.silences_its_own_module_only",
+    level=OBSERVED,
+    source="nn/parallel/distributed.py: self.require_backward_grad_sync = False",
+    needs=("no_sync",),
+    catalogue=("C01",),
+    reports=("huggingface/accelerate#1708",),
+)
+def test_no_sync_of_one_module_does_not_silence_another(rank):
+    """The no_sync of one DDP module does not silence another: two models in one loop need two contexts."""
+    first, second = linear(2), linear(2)
+    ddp, other = rank.wrap(first), rank.wrap(second)
+    own, mean = rank.batch(2), rank.mean(lambda r: rank.batch(2, of=r))
+    with ddp.no_sync():
+        (ddp(own) + other(own)).sum().backward()
+    rank.law("the silenced module keeps its own gradient", first.weight.grad, own)
+    rank.law("the other is synced", second.weight.grad, mean)
+    with ddp.no_sync(), other.no_sync():
+        (ddp(own) + other(own)).sum().backward()
+    rank.law("both silenced", [first.weight.grad, second.weight.grad], [2 * own, mean + own])
+
+
+@case(
+    "no_sync.does_not_reach_an_inner_module",
+    level=OBSERVED,
+    source="nn/parallel/distributed.py: self.require_backward_grad_sync = False",
+    needs=("no_sync",),
+    catalogue=("C01",),
+    reports=("huggingface/accelerate#1708",),
+)
+def test_no_sync_of_the_outer_module_does_not_silence_a_ddp_inside_it(rank):
+    """The no_sync of an outer DDP module does not silence a DDP module inside it: the inner gradients are averaged, the others stay local."""
+    inner, head = linear(2, 2), linear(2)
+    outer = rank.wrap(nn.Sequential(rank.wrap(inner), head))
+    own = rank.batch(2)
+    with outer.no_sync():
+        outer(own).sum().backward()
+    rank.show("gradients", [inner.weight.grad, head.weight.grad])
+    rank.law(
+        "the inner module's gradients are the mean",
+        inner.weight.grad,
+        rank.mean(lambda r: rank.batch(2, of=r)).repeat(2, 1),
+    )
+    rank.law("the outer module's own stay local", head.weight.grad, 2 * own)
+
+
+@case(
+    "no_sync.static_graph_after_a_synced_step",
+    level=MUST,
+    source="DistributedDataParallel.no_sync",
+    world=3,
+    each={"default": {}, "view": {"gradient_as_bucket_view": True}},
+    needs=("no_sync",),
+    catalogue=("C01", "U16"),
+    reports=("pytorch/pytorch#143580",),
+)
+def test_static_graph_accumulates_once_one_step_was_synced(rank, options):
+    """With static_graph=True, once one step was synced, gradients accumulate under no_sync and the next synced step reduces their sum."""
+    model = linear(2)
+    ddp = rank.wrap(model, static_graph=True, **options)
+    own, mean = rank.batch(2), rank.mean(lambda r: rank.batch(2, of=r))
+    ddp(own).sum().backward()
+    rank.law("the first step is synced", model.weight.grad, mean)
+    for _ in range(4):
+        ddp.zero_grad(set_to_none=True)
+        with ddp.no_sync():
+            ddp(own).sum().backward()
+            rank.law("inside no_sync a gradient is the rank's own", model.weight.grad, own)
+        ddp(own).sum().backward()
+        rank.law("the synced step reduces the accumulated sum", model.weight.grad, 2 * mean)
+
+
+@case(
+    "no_sync.static_graph_from_the_first_step",
+    level=MUST,
+    source="DistributedDataParallel.no_sync",
+    needs=("no_sync",),
+    catalogue=("U16",),
+    reports=(
+        "pytorch/pytorch#143580",
+        "huggingface/accelerate#3679",
+        "Noble-Lab/casanovo#512",
+        "pytorch/pytorch#187732",
+    ),
+)
+def test_static_graph_accumulates_from_the_first_step(rank):
+    """With static_graph=True gradients accumulate under no_sync from the first step on, as without it."""
+    model = linear(2)
+    ddp = rank.wrap(model, static_graph=True)
+    own = rank.batch(2)
+    with ddp.no_sync():
+        ddp(own).sum().backward()
+    rank.law("inside no_sync a gradient is the rank's own", model.weight.grad, own)
+    ddp(own).sum().backward()
+    rank.law("the synced step reduces the sum", model.weight.grad, 2 * rank.mean(lambda r: rank.batch(2, of=r)))
+
+
+@case(
+    "no_sync.windows_may_differ",
+    level=OBSERVED,
+    source="DistributedDataParallel.no_sync",
+    world=3,
+    needs=("no_sync",),
+    catalogue=("C01",),
+)
+def test_ranks_may_accumulate_different_numbers_of_micro_batches(rank):
+    """Nothing is communicated inside no_sync, so ranks may accumulate different numbers of micro-batches; the divisor stays the world size."""
+    model = linear(2)
+    ddp = rank.wrap(model)
+    with ddp.no_sync():
+        for _ in range(rank.index):  # none on rank 0, one on rank 1, two on rank 2
+            ddp(rank.batch(2)).sum().backward()
+    ddp(rank.batch(2)).sum().backward()
+    expected = rank.mean(lambda r: (r + 1) * rank.batch(2, of=r))
+    rank.law("the mean of what each rank accumulated", model.weight.grad, expected)
+
+
+@case(
+    "no_sync.inner_call_is_local",
+    level=OBSERVED,
+    source="DistributedDataParallel",
+    needs=("no_sync",),
+    catalogue=("C01", "B13"),
+    torch_tests=("test_c10d_nccl.py::DistributedDataParallelTest::test_accumulate_gradients_module",),
+    reports=("pytorch/pytorch#21736", "pytorch/pytorch#20282"),
+)
+def test_calling_the_inner_module_accumulates_like_no_sync(rank):
+    """Calling the wrapped module itself accumulates local gradients as no_sync does; the next synced step reduces their sum."""
+    model = linear(2)
+    ddp = rank.wrap(model)
+    own = rank.batch(2)
+    for _ in range(2):
+        before = rank.collectives()
+        ddp.module(own).sum().backward()
+        rank.law("the inner module communicates nothing", rank.collectives() - before, 0)
+        rank.law("its gradient is the rank's own", model.weight.grad, own)
+        ddp(own).sum().backward()
+        rank.law("the synced step reduces the sum", model.weight.grad, 2 * rank.mean(lambda r: rank.batch(2, of=r)))
+        ddp.zero_grad(set_to_none=True)
+
+
+@case(
+    "no_sync.fused_optimizer_waits",
+    level=HAZARD,
+    source="DistributedDataParallel._register_fused_optim",
+    needs=("no_sync", "_register_fused_optim"),
+    catalogue=("C06",),
+)
+def test_a_fused_optimizer_steps_in_the_synced_backward_only(rank):
+    """A fused optimizer does not step inside no_sync; it steps in the synced backward, by the mean of the accumulated gradients.
+
+    The docstring of _register_fused_optim says that gradient accumulation and no_sync are not supported with it.
+    Nothing refuses them, and plain SGD gets them right.
+    """
+    model = linear(2)
+    ddp = rank.wrap(model)
+    try:
+        ddp._register_fused_optim(torch.optim.SGD, lr=0.5)
+    except ValueError as error:  # torch 1.13's optimizer overlap does not import on Python 3.11
+        raise NoData(f"the optimizer overlap does not import here: {error}") from error
+    own, expected = rank.batch(2), torch.ones_like(model.weight)
+    for _ in range(4):
+        model.weight.grad = None
+        with ddp.no_sync():
+            ddp(own).sum().backward()
+        rank.law("no step inside no_sync", model.weight.data, expected)
+        ddp(own).sum().backward()
+        expected -= 0.5 * 2 * rank.mean(lambda r: rank.batch(2, of=r))
+        rank.law("a step by the mean of the sums", model.weight.data, expected)
