@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 MIB = 1024 * 1024
 UNLIMITED = 1 << 62
@@ -47,6 +48,8 @@ class Bucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Views into the flat buffer, shaped like the parameters."""
+        if self.flat.is_sparse:
+            return []
         parts = self.flat.split([parameter.numel() for parameter in self.parameters()])
         return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters(), strict=True)]
 
@@ -68,9 +71,13 @@ class ReferenceDDP(nn.Module):
         self.require_forward_param_sync = True
         self.hook = None
         self.trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        tables = [
+            each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse
+        ]
+        self.sparse = {i for i, parameter in enumerate(self.trainable) if any(parameter is t.weight for t in tables)}
         self.refuse_what_cannot_work()
         self.refuse_replicas_that_differ()
-        self.broadcast(self.initial_state())
+        self.make_equal()
         self.ready_order, self.rebuilt, self.expecting = [], False, False
         self.used = set()
         self.set_buckets(self.first_buckets())
@@ -83,10 +90,17 @@ class ReferenceDDP(nn.Module):
             raise RuntimeError("DDP is not needed: no parameter of the module requires a gradient")
         if any(isinstance(each, nn.parameter.UninitializedParameter) for each in self.module.parameters()):
             raise RuntimeError("the module has uninitialized parameters: run a forward first")
+        devices = {each.device.type for each in self.module.parameters()}
+        if len(devices) > 1:
+            raise ValueError(f"parameters must be on the same type of devices, not on {', '.join(sorted(devices))}")
+        if devices == {"cpu"} and any(isinstance(each, nn.SyncBatchNorm) for each in self.module.modules()):
+            raise ValueError("SyncBatchNorm layers only work with GPU modules")
+        if dist.get_rank(self.process_group) < 0:
+            raise ValueError("this rank is no member of the process group")
 
     def refuse_replicas_that_differ(self):
         """Parameters are matched by position, so their number and shapes must agree on all ranks."""
-        own = [tuple(parameter.shape) for parameter in self.trainable]
+        own = [(tuple(parameter.shape), parameter.stride()) for parameter in self.trainable]
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, own, group=self.process_group)
         for rank, other in enumerate(everyone):
@@ -94,7 +108,9 @@ class ReferenceDDP(nn.Module):
                 raise RuntimeError(f"rank {rank} has {len(other)} parameters, this rank {len(own)}")
             for index, (theirs, ours) in enumerate(zip(other, own, strict=True)):
                 if theirs != ours:
-                    raise RuntimeError(f"parameter {index} has shape {theirs} on rank {rank}, {ours} on this rank")
+                    raise RuntimeError(
+                        f"parameter {index}: shape, strides {theirs} on rank {rank}, {ours} on this rank"
+                    )
 
     @property
     def world_size(self):
@@ -108,6 +124,9 @@ class ReferenceDDP(nn.Module):
         """What is made equal at construction: all parameters, frozen ones too, and all buffers."""
         return [*self.module.parameters(), *self.module.buffers()]
 
+    def make_equal(self):
+        self.broadcast(self.initial_state())
+
     def broadcast(self, tensors):
         """From the source to all; as bytes, so that any dtype goes."""
         for tensor in (tensor.detach() for tensor in tensors if tensor.numel()):
@@ -118,11 +137,14 @@ class ReferenceDDP(nn.Module):
     # Buckets
 
     def assign(self, order, limits):
-        """Greedy fill: a bucket closes when it reaches its limit; the last limit repeats; one dtype and device each."""
+        """Greedy fill: a bucket closes when it reaches its limit, the last limit repeats. Dtypes and devices stay apart."""
         filling, closed, size = {}, [], {}
         step = {}
         for index in order:
             parameter = self.trainable[index]
+            if index in self.sparse:
+                closed.append([index])
+                continue
             kind = (parameter.dtype, parameter.device)
             filling.setdefault(kind, []).append(index)
             size[kind] = size.get(kind, 0) + parameter.numel() * parameter.element_size()
@@ -154,9 +176,8 @@ class ReferenceDDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if synchronized:
-            self.refuse_unfinished_reduction()
         if torch.is_grad_enabled():
+            self.refuse_unfinished_reduction()
             self.rebuild()
         if self.broadcast_buffers and self.require_forward_param_sync:
             self.sync_buffers()
@@ -164,15 +185,22 @@ class ReferenceDDP(nn.Module):
         self.require_forward_param_sync = synchronized  # only what was trained together is brought together again
         if synchronized:
             self.expect_gradients(output)
+            if self.find_unused_parameters:
+                output = self.tie_together(output)
         return output
 
     def refuse_unfinished_reduction(self):
         if self.expecting and any(bucket.waiting_for for bucket in self.buckets) and self.started:
             late = sorted(set(range(len(self.trainable))) - self.ready)
-            raise RuntimeError(
-                "Expected to have finished reduction in the prior iteration before starting a new one: "
-                f"parameters {late} got no gradient; find_unused_parameters=True lets a module leave some out"
+            message = (
+                "Expected to have finished reduction in the prior iteration before starting a new one. "
+                f"Parameter indices which did not receive grad for rank {dist.get_rank(self.process_group)}: "
+                f"{' '.join(map(str, late))}\nfind_unused_parameters=True lets a module leave some out. "
             )
+            if dist.get_debug_level() == dist.DebugLevel.OFF:
+                raise RuntimeError(message + "TORCH_DISTRIBUTED_DEBUG=INFO lets this message name them.")
+            names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            raise RuntimeError(message + "They are " + ", ".join(names[id(self.trainable[index])] for index in late))
 
     def sync_buffers(self):
         self.broadcast(self.module.buffers())
@@ -184,6 +212,14 @@ class ReferenceDDP(nn.Module):
         for bucket in self.buckets:
             bucket.waiting_for = len(bucket.indices)
         self.unused = self.find_unused(output) if self.find_unused_parameters else []
+
+    def tie_together(self, output):
+        """Let backward pass through every tensor of the output, in the loss or not, so that no gradient stays away."""
+        leaves, structure = tree_flatten(output)
+        tied = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        for i, leaf in zip(tied, Tie.apply(*[leaves[i] for i in tied]) if tied else (), strict=True):
+            leaves[i] = leaf
+        return tree_unflatten(leaves, structure)
 
     def find_unused(self, output):
         """The trainable parameters that no tensor of the output depends on, found by walking the graph."""
@@ -210,7 +246,8 @@ class ReferenceDDP(nn.Module):
             self.nodes.append(node)  # it lives only as long as somebody holds it
 
     def on_gradient(self, index):
-        self.used.add(index)  # inside no_sync too
+        if self.trainable[index].grad is not None:
+            self.used.add(index)  # inside no_sync too
         if not self.expecting:
             return
         if not self.started:
@@ -238,6 +275,9 @@ class ReferenceDDP(nn.Module):
 
     def fill(self, bucket):
         """Copy the bucket's gradients, zeros for those that are None, into a new flat buffer."""
+        if bucket.indices[0] in self.sparse and bucket.parameters()[0].grad is not None:
+            bucket.flat = bucket.parameters()[0].grad.detach().coalesce()
+            return
         grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket.parameters()]
         bucket.flat = torch.cat([grad.detach().reshape(-1).to(grads[0].dtype) for grad in grads])
 
@@ -250,7 +290,8 @@ class ReferenceDDP(nn.Module):
 
     def mean(self, bucket):
         """Divided before the sum, so that half precision does not overflow."""
-        flat = bucket.buffer().div_(self.world_size)
+        flat = bucket.buffer()
+        flat = flat / self.world_size if flat.is_sparse else flat.div_(self.world_size)
         work = dist.all_reduce(flat, group=self.process_group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
@@ -265,9 +306,11 @@ class ReferenceDDP(nn.Module):
         if self.work_on_used is not None:
             self.work_on_used.wait()
         for bucket, work in zip(self.buckets, self.work, strict=True):
-            result = work.wait()
-            bucket.flat = (result[0] if isinstance(result, (list, tuple)) else result).reshape(-1)
-            for index, mean in zip(bucket.indices, bucket.gradients(), strict=True):
+            bucket.flat = work.wait()
+            if not isinstance(bucket.flat, torch.Tensor):
+                raise RuntimeError(f"the hook's future holds no tensor but a {type(bucket.flat).__name__}")
+            means = bucket.gradients() or [bucket.flat]  # a sparse one is not cut up
+            for index, mean in zip(bucket.indices, means, strict=True):
                 if self.work_on_used is None or self.counts[index]:  # what nobody used keeps what it had
                     self.write(self.trainable[index], mean)
             bucket.flat = None
@@ -276,9 +319,10 @@ class ReferenceDDP(nn.Module):
 
     def write(self, parameter, mean):
         with torch.no_grad():
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(mean)
+            if parameter.grad is None or mean.is_sparse:
+                parameter.grad = mean.clone()
+            else:
+                parameter.grad.copy_(mean)
 
     # What the user calls
 
@@ -307,6 +351,19 @@ class ReferenceDDP(nn.Module):
             raise ValueError("the return annotation should be torch.futures.Future[torch.Tensor]")
         if self.hook is not None:
             raise RuntimeError("register_comm_hook can only be called once")
+
+
+class Tie(torch.autograd.Function):
+    """The tensors as they are; their gradients as they come, None for those that are not in the loss."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
 
 
 def tensors_in(value) -> list[torch.Tensor]:
