@@ -125,80 +125,90 @@ def _fold(
     observed: list[tuple[record.Record, dict[str, Any]]],
     measured: Mapping[str, set[Release]],
 ) -> None:
-    """Bring one case's table up to date with what was observed of it."""
+    """
+    Let one case's table reproduce what was observed of it and, where nothing new was, what it said of releases measured.
+
+    All lanes are looked at, whichever were observed: a shared entry that changes would change what it says of others.
+    """
     old = document.unwrap().get(name, {})
-    seen: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(dict))  # lane -> fact -> release -> value
-    offered: dict[str, Points] = defaultdict(dict)
+    named = {key for table in (old, *old.get("lane", {}).values()) for key in table} - {"broken", "note", "lane"}
+    states: dict[str, dict[Release, dict[str, Any]]] = defaultdict(dict)  # lane -> release -> facts
+    for lane, releases in measured.items() if named else ():
+        states[lane] = {now: {fact: _says(_entry(old, lane, fact), fact, now) for fact in named} for now in releases}
     for each, line in observed:
-        lane, now = line["lane"], golden.release(each.run["torch"])
         # A record says "not offered" where golden says so already, and "changed", with this one fact, where it does not.
         absent = line["verdict"] == "not offered" or line["facts"].get("offered") == "no"
-        offered[lane][now] = "no" if absent else "yes"
-        for fact, value in line["facts"].items() if line["verdict"] in JUDGED and not absent else ():
-            seen[lane][fact][now] = value
-    for lane in sorted(offered, key=lambda lane: lane != SHARED_LANE):
-        present = {now for now, is_offered in offered[lane].items() if is_offered == "yes"}
-        for fact in sorted(set(seen[lane]) | _named(old, lane), key=lambda fact: (fact == "laws", fact == "outcome")):
-            points = seen[lane].get(fact, {})
-            # Produced elsewhere, and not here: false, unless an outcome is the ordinary one that goes unwritten.
-            for now in present - points.keys():
-                points[now] = "returned" if fact == "outcome" else False
-            _merge(document, name, lane, fact, points, measured.get(lane, set()))
-        _merge(document, name, lane, "offered", dict(offered[lane]), measured.get(lane, set()))
+        state = {"offered": "no"} if absent else line["facts"]
+        states[line["lane"]][golden.release(each.run["torch"])] = state
+    facts = named | {fact for lane in states.values() for state in lane.values() for fact in state}
+    for lane in sorted(states, key=lambda lane: (lane != SHARED_LANE, lane)):
+        for fact in sorted(facts, key=lambda fact: (fact == "offered", fact == "laws", fact == "outcome", fact)):
+            points = {
+                now: state.get(fact, DEFAULTS.get(fact, False))
+                for now, state in states[lane].items()
+                if fact == "offered" or state.get("offered") != "no"
+            }
+            renewed = {golden.release(each.run["torch"]) for each, line in observed if line["lane"] == lane}
+            _merge(document, name, lane, fact, points, again=bool(before := measured.get(lane)) and renewed >= before)
 
 
-def _named(table: Mapping[str, Any], lane: str) -> set[str]:
-    """The facts that the table already speaks of in this lane."""
-    own = table.get("lane", {}).get(lane, {})
-    return {key for key in {**table, **own} if key not in ("broken", "note", "lane", "offered")}
-
-
-def _merge(document: Any, name: str, lane: str, fact: str, points: Points, measured: set[Release]) -> None:
-    """Let one fact's entry reproduce the new points and, at the releases measured before, what it says now."""
+def _merge(document: Any, name: str, lane: str, fact: str, points: Points, *, again: bool) -> None:
+    """Write one fact's entry where it does not reproduce the points. `again`: all that was measured is measured anew."""
     old = document.unwrap().get(name, {})
-    shared = old.get(fact)
-    own = old.get("lane", {}).get(lane, {}).get(fact) if lane != SHARED_LANE else None
-    default = "yes" if fact == "offered" else "returned" if fact == "outcome" else False
-    said = {now: _says(own if own is not None else shared, now, default) for now in measured | points.keys()}
-    if shared is None and own is None and all(value == default for value in points.values()):
+    entry = _entry(old, lane, fact)
+    if all(_says(entry, fact, now) == value for now, value in points.items()):
         return
-    if all(said[now] == value for now, value in points.items()) and (shared is not None or own is not None):
-        return
-    known = {now: value for now, value in said.items() if now in measured and (shared is not None or own is not None)}
-    entry = compress({**known, **points})
+    own = old.get(fact) if lane == SHARED_LANE else old.get("lane", {}).get(lane, {}).get(fact)
+    if isinstance(own, dict) and not again:  # what was found out in partial runs, of minor versions not seen now
+        seen = {_minor(now) for now in points}
+        kept = {golden.release(key): value for key, value in own.items()}
+        points = {**{now: value for now, value in kept.items() if _minor(now) not in seen}, **points}
     table = document.setdefault(name, tomlkit.table()) if lane == SHARED_LANE else _lane_table(document, name, lane)
-    table[fact] = _toml(entry)
+    table[fact] = _toml(compress(points, DEFAULTS.get(fact, False)))
 
 
-def _says(entry: Any, now: Release, default: Any) -> Any:
-    if entry is None:
-        return default
-    found = golden.in_force(entry, now)
-    return default if found is None else found[0]
+DEFAULTS = {"offered": "yes", "outcome": "returned"}
+"""What is so where nothing is written; any other fact is then not produced."""
 
 
-def compress(points: Mapping[Release, Any]) -> Any:
+def _entry(table: Mapping[str, Any], lane: str, fact: str) -> Any:
+    """What is written of a fact for a lane, as golden.expected reads it."""
+    return table.get("lane", {}).get(lane, {}).get(fact, table.get(fact))
+
+
+def _says(entry: Any, fact: str, now: Release) -> Any:
+    found = None if entry is None else golden.in_force(entry, now)
+    return DEFAULTS.get(fact, False) if found is None else found[0]
+
+
+def compress(points: Mapping[Release, Any], default: Any = False) -> Any:
     """
     The shortest entry that reproduces the points: one plain value, or the releases at which the value changes.
 
-    Releases are written as minor versions unless two patch releases of one minor differ. A leading False is left
-    out: before the first release named, nothing is expected anyhow.
+    Releases are written as minor versions unless two patch releases of one minor differ. A leading default is left
+    out: before the first release named, that is what is expected anyhow.
     """
-    entry: dict[str, Any] = {}
-    last: Any = None
-    minors: dict[Release, list[Any]] = defaultdict(list)
+    minors: dict[Release, set[str]] = defaultdict(set)
     for now, value in points.items():
-        minors[now[:2]].append(value)
+        minors[_minor(now)].add(repr(value))
+    entry: dict[str, Any] = {}
+    last = default
     for now in sorted(points):
-        value = points[now]
-        if (value == last and entry) or (not entry and value is False):
-            continue
-        minor = now[:2]
-        differ = any(each != minors[minor][0] for each in minors[minor])
-        entry[".".join(map(str, now if differ else minor if len(minor) == 2 else (*minor, 0)))] = last = value
-    if len(entry) == 1 and points[min(points)] is not False:
-        return next(iter(entry.values()))
+        if points[now] != last:
+            last = points[now]
+            whole = len(minors[_minor(now)]) == 1
+            entry[".".join(map(str, _minor(now) if whole or len(now) < 2 else now))] = last
+    first = min(points)
+    if not entry:  # a lane's own word against the shared one
+        return default or {".".join(map(str, _minor(first))): default}
+    if len(entry) == 1 and points[first] != default:
+        return points[first]
     return entry
+
+
+def _minor(now: Release) -> Release:
+    """The minor version of a release, which golden.release writes without trailing zeros."""
+    return (*now, 0)[:2]
 
 
 def _toml(entry: Any) -> Any:
@@ -222,7 +232,7 @@ def _write_observed(folder: Path, records: Iterable[record.Record]) -> None:
         path.read_text(encoding="utf-8") if path.exists() else "# Which releases and builds were measured, by lane.\n"
     )
     document = tomlkit.parse(text)
-    for each in records:
+    for each in sorted(records, key=lambda each: sorted(each.run["lanes"])):
         if not each.whole_suite:
             print(f"{each.path.name}: a partial run, not noted in observed.toml")
             continue
