@@ -148,8 +148,9 @@ def _fold(
                 for now, state in states[lane].items()
                 if fact == "offered" or state.get("offered") != "no"
             }
+            before = measured.get(lane, set())
             renewed = {golden.release(each.run["torch"]) for each, line in observed if line["lane"] == lane}
-            _merge(document, name, lane, fact, points, again=bool(before := measured.get(lane)) and renewed >= before)
+            _merge(document, name, lane, fact, points, again=bool(before) and renewed >= before)
 
 
 def _merge(document: Any, name: str, lane: str, fact: str, points: Points, *, again: bool) -> None:
