@@ -1,0 +1,631 @@
+"""Buffers are rank 0's at the start of a synchronized forward, are never averaged, and drift apart when that is switched off."""
+
+import threading
+
+import torch
+import torch.distributed as dist
+from ddp_conformance import HAZARD, MUST, OBSERVED, case
+from torch import nn
+
+TORCH = "distributed_test.py::DistributedTest._DistTestBase::"
+
+
+class Holder(nn.Module):
+    """A scalar weight and the buffers given; `seen` holds what they were in the last forward."""
+
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        return (self.weight * x).sum()
+
+
+def filled(rank, value, dtype=torch.float32, size=1):
+    return torch.full((size,), value, device=rank.device).to(dtype)
+
+
+@case(
+    "buffers.rank_0_at_forward",
+    level=MUST,
+    source="DistributedDataParallel",
+    world=3,
+    each={
+        "default": {},
+        "view": {"gradient_as_bucket_view": True},
+        "find_unused": {"find_unused_parameters": True},
+        "static_graph": {"static_graph": True},
+    },
+    catalogue=("D01",),
+    torch_tests=(TORCH + "test_ddp_broadcast_buffer",),
+    reports=("pytorch/pytorch#63917", "pytorch/pytorch#30718"),
+)
+def test_every_synced_forward_begins_with_rank_0s_buffers(rank, options):
+    """A synchronized forward begins with rank 0's buffers on every rank, whatever each rank made of its own before."""
+    model = Holder(b=filled(rank, float(rank.index)))
+    ddp = rank.wrap(model, **options)
+    for step in range(4):
+        model.b.fill_(10 * step + rank.index + 1)
+        ddp(rank.batch(1)).backward()
+        rank.law("forward sees rank 0's buffer", model.seen["b"], filled(rank, 10.0 * step + 1))
+        rank.law("and it stays after backward", model.b, filled(rank, 10.0 * step + 1))
+
+
+@case(
+    "buffers.counted_in_forward",
+    level=MUST,
+    source="DistributedDataParallel",
+    world=(1, 2, 3),
+    catalogue=("D01",),
+    torch_tests=(TORCH + "test_ddp_broadcast_buffer",),
+    reports=("pytorch/pytorch#63917",),
+)
+def test_rank_0s_updates_win_over_those_of_other_ranks(rank):
+    """What ranks write into a buffer during forward is replaced by what rank 0 wrote, at the next synchronized forward."""
+    model = Holder(total=filled(rank, 0.0))
+    ddp = rank.wrap(model)
+    own = rank.batch(1)
+    for step in range(4):
+        ddp(own).backward()
+        rank.law("rank 0's running total", model.seen["total"], step * rank.batch(1, of=0)[0])
+        model.total += own[0]
+    rank.show("total", model.total)
+
+
+@case(
+    "buffers.every_kind",
+    level=MUST,
+    source="DistributedDataParallel",
+    each={
+        "float64": torch.float64,
+        "float16": torch.float16,
+        "int64": torch.int64,
+        "uint8": torch.uint8,
+        "bool": torch.bool,
+    },
+    catalogue=("A05", "D01"),
+)
+def test_float_integer_and_bool_buffers_are_broadcast(rank, dtype):
+    """Float, integer and bool buffers are rank 0's at construction and at a synchronized forward.
+
+    What the backend cannot send is refused: gloo knows no int16, for one.
+    """
+    model = Holder(b=filled(rank, rank.index, dtype, size=3))
+    ddp = rank.wrap(model)
+    rank.law("at construction", model.b, filled(rank, 0, dtype, size=3))
+    for step in (1, 0):
+        model.b.fill_(abs(step - rank.index))
+        ddp(rank.batch(1)).backward()
+        rank.law("at forward", model.seen["b"], filled(rank, step, dtype, size=3))
+
+
+@case(
+    "buffers.complex",
+    level=MUST,
+    source="DistributedDataParallel",
+    each={"complex64": torch.complex64, "complex128": torch.complex128},
+    catalogue=("A05", "D01", "B05"),
+    reports=("pytorch/pytorch#156632",),
+)
+def test_complex_buffers_are_broadcast(rank, dtype):
+    """Complex buffers are rank 0's at construction and at a synchronized forward, in both parts."""
+    model = Holder(b=filled(rank, complex(rank.index, 2), dtype))
+    ddp = rank.wrap(model)
+    rank.law("at construction", model.b, filled(rank, complex(0, 2), dtype))
+    model.b.fill_(complex(3, 4 + rank.index))
+    ddp(rank.batch(1)).backward()
+    rank.law("at forward", model.seen["b"], filled(rank, complex(3, 4), dtype))
+
+
+@case(
+    "buffers.mixed_and_nested",
+    level=MUST,
+    source="DistributedDataParallel",
+    catalogue=("A05", "D01"),
+)
+def test_all_buffers_of_all_submodules_are_broadcast(rank):
+    """All buffers of all submodules are broadcast, non-persistent ones and several types side by side."""
+    own = rank.index + 1
+    inner = Holder(whole=filled(rank, own, torch.int64), part=filled(rank, float(own), size=2))
+    model = nn.Sequential(nn.Identity(), inner)
+    model[0].register_buffer("passing", filled(rank, float(own)), persistent=False)
+    model[0].register_buffer("short", filled(rank, own, torch.int32))
+    ddp = rank.wrap(model)
+    for buffer in model.buffers():
+        buffer.fill_(own + 4)
+    before = rank.collectives()
+    ddp(rank.batch(1))
+    rank.show("collectives_in_forward", rank.collectives() - before)
+    rank.law(
+        "an integer and two floats",
+        inner.seen,
+        {"whole": filled(rank, 5, torch.int64), "part": filled(rank, 5.0, size=2)},
+    )
+    rank.law("a non-persistent one", model[0].passing, filled(rank, 5.0))
+    rank.law("a short integer", model[0].short, filled(rank, 5, torch.int32))
+
+
+@case(
+    "buffers.group_source",
+    level=MUST,
+    source="DistributedDataParallel",
+    world=3,
+    catalogue=("D01", "A04"),
+)
+def test_in_a_sub_group_the_source_is_its_first_rank(rank):
+    """In a process group without rank 0 the buffers are those of the group's first rank, at construction and at every synchronized forward."""
+    group = dist.new_group([1, 2])
+    if rank.index == 0:
+        return
+    model = Holder(b=filled(rank, float(rank.index)))
+    ddp = rank.wrap(model, process_group=group)
+    rank.law("at construction", model.b, filled(rank, 1.0))
+    for step in range(2):
+        model.b.fill_(10 * step + rank.index)
+        ddp(rank.batch(1)).backward()
+        rank.law("at forward", model.seen["b"], filled(rank, 10.0 * step + 1))
+
+
+@case(
+    "buffers.off",
+    level=MUST,
+    source="DistributedDataParallel",
+    world=3,
+    each={"broadcast_buffers": "broadcast_buffers", "forward_sync_buffers": "forward_sync_buffers"},
+    catalogue=("D01", "A07", "A08"),
+    torch_tests=(TORCH + "test_ddp_init_sync_buffers_with_forward_sync_buffers_false",),
+    reports=("pytorch/pytorch#111138", "pytorch/pytorch#178054"),
+)
+def test_switched_off_buffers_drift_apart(rank, option):
+    """With broadcast_buffers=False, or forward_sync_buffers=False, no forward touches a buffer: each rank goes on with its own, and buffers drift apart.
+
+    The two differ at construction only: forward_sync_buffers=False still begins with rank 0's buffers.
+    """
+    model = Holder(total=filled(rank, float(rank.index)))
+    ddp = rank.wrap(model, **{option: False})
+    rank.show("after_construction", model.total)
+    start = model.total.clone()
+    before = rank.collectives()
+    with torch.no_grad():
+        ddp(rank.batch(1))
+    rank.law("such a forward communicates nothing", rank.collectives() - before, 0)
+    for step in range(4):
+        ddp(rank.batch(1)).backward()
+        rank.law("the rank's own running total", model.seen["total"], start + step * (rank.index + 1))
+        model.total += rank.index + 1
+    rank.show("total", model.total)
+
+
+@case(
+    "buffers.no_gradient_effect",
+    level=MUST,
+    source="DistributedDataParallel",
+    each={"on": True, "off": False},
+    catalogue=("D01", "B01"),
+    reports=(
+        "facebookresearch/detectron2#1297",
+        "facebookresearch/maskrcnn-benchmark#692",
+        "bl0/moco#12",
+        "LiheYoung/UniMatch#74",
+    ),
+)
+def test_broadcasting_buffers_does_not_touch_gradients(rank, broadcast):
+    """Broadcasting buffers or not, gradients are the mean over ranks: it changes buffer values and nothing else."""
+    model = Holder(b=filled(rank, float(rank.index)))
+    ddp = rank.wrap(model, broadcast_buffers=broadcast)
+    for step in range(4):
+        model.b += rank.index
+        ddp(rank.batch(1)).backward()
+        mean = rank.mean(lambda r: rank.batch(1, of=r)[0])
+        rank.law("the mean, step after step", model.weight.grad, (step + 1) * mean)
+
+
+@case(
+    "buffers.lag_one_forward",
+    level=HAZARD,
+    source="nn/parallel/distributed.py: self.require_forward_param_sync = False",
+    each={"no_grad": False, "no_sync": True},
+    needs=("no_sync",),
+    catalogue=("U12", "D01"),
+    reports=("pytorch/pytorch#63917", "Lightning-AI/pytorch-lightning#4092", "pytorch/pytorch#43201"),
+)
+def test_the_forward_after_an_unsynced_one_does_not_broadcast(rank, no_sync):
+    """The forward that follows one under no_grad or no_sync does not broadcast buffers, though it trains: the documented "every iteration" is false.
+
+    The decision is taken by the forward before: the first forward under no_grad or no_sync still broadcasts, a second
+    does not, and the first training forward after a validation pass runs on each rank's own buffers.
+    """
+    model = Holder(b=filled(rank, 0.0))
+    ddp = rank.wrap(model)
+
+    def forward(name, of):
+        model.b.fill_(rank.index + 5)
+        out = ddp(rank.batch(1))
+        rank.show(name, model.seen["b"])
+        rank.law(f"{name} sees {'rank 0' if of == 0 else 'its own'}", model.seen["b"], filled(rank, of + 5.0))
+        return out
+
+    forward("training", of=0).backward()
+    with ddp.no_sync() if no_sync else torch.no_grad():
+        forward("first_unsynced", of=0)
+        forward("second_unsynced", of=rank.index)
+    forward("first_training_after", of=rank.index).backward()
+    forward("second_training_after", of=0).backward()
+
+
+@case(
+    "buffers.reassigned",
+    level=MUST,
+    source="nn/parallel/distributed.py: see https://github.com/pytorch/pytorch/issues/63916",
+    catalogue=("D02",),
+    torch_tests=(TORCH + "test_ddp_broadcast_buffer",),
+    reports=("pytorch/pytorch#63916",),
+)
+def test_reassigned_buffers_are_broadcast(rank):
+    """A buffer that was assigned anew after wrapping is the one broadcast."""
+    model = Holder(b=filled(rank, 0.0))
+    ddp = rank.wrap(model)
+    for step in range(4):
+        model.b = filled(rank, 10.0 * step + rank.index)
+        ddp(rank.batch(1)).backward()
+        rank.law("rank 0's new tensor", model.seen["b"], filled(rank, 10.0 * step))
+
+
+@case(
+    "buffers.late",
+    level=OBSERVED,
+    source="nn/parallel/distributed.py: self._assign_modules_buffers()",
+    catalogue=("D02",),
+)
+def test_buffers_registered_after_wrapping_are_broadcast_with_the_others(rank):
+    """A buffer registered after wrapping is broadcast with the others, by a module that had a buffer when it was wrapped."""
+    model = Holder(b=filled(rank, 0.0))
+    ddp = rank.wrap(model)
+    model.register_buffer("late", filled(rank, float(rank.index + 3)))
+    ddp(rank.batch(1)).backward()
+    rank.law("forward sees rank 0's", model.seen["late"], filled(rank, 3.0))
+
+
+@case(
+    "buffers.late_and_alone",
+    level=HAZARD,
+    source="nn/parallel/distributed.py: and len(self.modules_buffers) > 0",
+    catalogue=("D02", "D05"),
+)
+def test_the_first_buffer_of_a_module_wrapped_without_any_is_never_broadcast(rank):
+    """A module that was wrapped without a buffer never broadcasts one registered later: each rank keeps its own, without an error."""
+    model = Holder()
+    ddp = rank.wrap(model)
+    model.register_buffer("late", filled(rank, float(rank.index + 3)))
+    for _ in range(4):
+        ddp(rank.batch(1)).backward()
+        rank.law("each rank sees its own", model.seen["late"], filled(rank, rank.index + 3.0))
+
+
+@case(
+    "buffers.eval_mode",
+    level=MUST,
+    source="DistributedDataParallel",
+    catalogue=("D03",),
+)
+def test_eval_mode_does_not_stop_the_broadcast(rank):
+    """Switching the module to eval() does not stop the broadcast."""
+    model = Holder(b=filled(rank, 0.0))
+    ddp = rank.wrap(model)
+    ddp.eval()
+    for step in range(2):
+        model.b.fill_(10 * step + rank.index)
+        ddp(rank.batch(1)).backward()
+        rank.law("forward sees rank 0's", model.seen["b"], filled(rank, 10.0 * step))
+
+
+@case(
+    "buffers.hook_place",
+    level=MUST,
+    source="DistributedDataParallel._register_buffer_comm_hook",
+    each={"before_forward": "PRE_FORWARD", "after_forward": "POST_FORWARD", "default": None},
+    world=3,
+    needs=("_register_buffer_comm_hook", "torch.nn.parallel.distributed._BufferCommHookLocation"),
+    catalogue=("D04",),
+    torch_tests=(TORCH + "test_ddp_buffer_hook_allreduce", TORCH + "test_ddp_broadcast_buffer_via_hook"),
+    reports=("pytorch/pytorch#30718",),
+)
+def test_a_buffer_hook_runs_before_or_after_forward(rank, place):
+    """A buffer hook runs instead of the broadcast, with the buffers by name: before forward or, by default, after it."""
+    model = Holder(b=filled(rank, float(rank.index)))
+    ddp = rank.wrap(model)
+    names = []
+
+    def total(state, buffers):
+        names.extend(buffers)
+        state.append(len(names))
+        for buffer in buffers.values():
+            dist.all_reduce(buffer)
+
+    locations = nn.parallel.distributed._BufferCommHookLocation
+    state = []
+    ddp._register_buffer_comm_hook(state, total, **({"comm_hook_location": locations[place]} if place else {}))
+    for step in range(2):
+        model.b.fill_(step + rank.index)
+        out = ddp(rank.batch(1))
+        whole = filled(rank, 3.0 * step + 3)
+        seen = whole if place == "PRE_FORWARD" else filled(rank, float(step + rank.index))
+        rank.law("forward sees the sum, or its own", model.seen["b"], seen.clone())
+        rank.law("after forward the sum is there", model.b, whole)
+        out.backward()
+    rank.law("the hook is handed buffers by name, and its state", [names, state], [["b", "b"], [1, 2]])
+
+
+@case(
+    "buffers.hook_futures",
+    level=MUST,
+    source="DistributedDataParallel._register_buffer_comm_hook",
+    needs=("_register_buffer_comm_hook",),
+    catalogue=("D04",),
+    torch_tests=(TORCH + "test_ddp_buffer_hook_allreduce_return_future",),
+)
+def test_backward_waits_for_the_futures_of_a_buffer_hook(rank):
+    """Futures that a buffer hook returns are awaited before backward returns."""
+    model = Holder(b=filled(rank, float(rank.index)))
+    ddp = rank.wrap(model)
+    done = []
+
+    def late(state, buffers):
+        future = torch.futures.Future()
+
+        def finish():
+            done.append(True)
+            future.set_result(buffers["b"])
+
+        threading.Timer(0.2, finish).start()
+        return [future]
+
+    ddp._register_buffer_comm_hook(None, late)
+    for step in (1, 2):
+        out = ddp(rank.batch(1))
+        rank.law("forward does not wait for it", len(done), step - 1)
+        out.backward()
+        rank.law("backward does", len(done), step)
+
+
+@case(
+    "buffers.hook_replaces",
+    level=MUST,
+    source="DistributedDataParallel._register_buffer_comm_hook",
+    needs=("_register_buffer_comm_hook",),
+    catalogue=("D04",),
+)
+def test_a_buffer_hook_that_does_nothing_leaves_buffers_alone(rank):
+    """With a buffer hook there is no broadcast: one that does nothing leaves every rank its own buffers."""
+    model = Holder(b=filled(rank, 0.0))
+    ddp = rank.wrap(model)
+    ddp._register_buffer_comm_hook(None, lambda state, buffers: None)
+    for step in range(4):
+        model.b.fill_(step + rank.index)
+        ddp(rank.batch(1)).backward()
+        rank.law("the rank's own", model.seen["b"], filled(rank, float(step + rank.index)))
+
+
+@case(
+    "buffers.will_sync",
+    level=OBSERVED,
+    source="DistributedDataParallel.will_sync_module_buffers",
+    world=1,
+    needs=("will_sync_module_buffers",),
+    catalogue=("D05",),
+)
+def test_will_sync_module_buffers_foretells_the_next_forward(rank):
+    """will_sync_module_buffers() is true when the next forward will broadcast: there are buffers, it is not switched off, and the forward before was synced."""
+    ddp = rank.wrap(Holder(b=filled(rank, 0.0)))
+
+    def foretold():
+        told = ddp.will_sync_module_buffers()
+        before = rank.collectives()
+        with torch.no_grad():
+            ddp(rank.batch(1))
+        return [told, rank.collectives() - before]
+
+    rank.law("a module with buffers", foretold(), [True, 1])
+    rank.law("after a forward under no_grad", foretold(), [False, 0])
+    ddp(rank.batch(1)).backward()
+    rank.law("after a synced one", ddp.will_sync_module_buffers(), True)
+    rank.law("without buffers", rank.wrap(Holder()).will_sync_module_buffers(), False)
+    off = rank.wrap(Holder(b=filled(rank, 0.0)), broadcast_buffers=False)
+    rank.law("switched off", off.will_sync_module_buffers(), False)
+
+
+@case(
+    "buffers.no_grad_forward_communicates",
+    level=OBSERVED,
+    source="nn/parallel/distributed.py: self._sync_buffers()",
+    each={"with": True, "without": False},
+    catalogue=("D01", "U12"),
+    reports=("pytorch/pytorch#54059", "pytorch/pytorch#59666"),
+)
+def test_a_forward_under_no_grad_communicates_only_to_broadcast_buffers(rank, buffers):
+    """A forward under no_grad communicates when it broadcasts buffers, and not at all in a module without buffers."""
+    ddp = rank.wrap(Holder(b=filled(rank, 0.0)) if buffers else Holder())
+    ddp(rank.batch(1)).backward()
+    ddp(rank.batch(1)).backward()  # the bucket rebuild communicates too, and is now over
+    before = rank.collectives()
+    with torch.no_grad():
+        ddp(rank.batch(1))
+    rank.law("one broadcast, or nothing", rank.collectives() - before, int(buffers))
+
+
+@case(
+    "buffers.one_rank_alone_waits",
+    level=HAZARD,
+    source="DistributedDataParallel",
+    each={"rank_0": 0, "rank_1": 1},
+    may=("hang",),
+    catalogue=("D01", "D03", "B08"),
+    reports=("pytorch/pytorch#54059", "pytorch/pytorch#53979", "pytorch/pytorch#89716", "pytorch/pytorch#143647"),
+)
+def test_one_rank_that_evaluates_a_model_with_buffers_alone_waits_for_ever(rank, alone):
+    """A rank that evaluates a model with buffers alone, be it rank 0, waits for the others in the broadcast; without buffers, or by ddp.module, it does not.
+
+    A hang takes 1 s to be seen.
+    """
+    bare, model = rank.wrap(Holder()), Holder(b=filled(rank, 0.0))
+    ddp = rank.wrap(model)
+    if rank.index == alone:
+        with torch.no_grad():
+            rank.law("without buffers", bare(rank.batch(1)), rank.batch(1).sum())
+            rank.law("by ddp.module", ddp.module(rank.batch(1)), rank.batch(1).sum())
+            with rank.may_wait():
+                ddp(rank.batch(1))
+
+
+@case(
+    "buffers.one_rank_alone_breaks_training",
+    level=HAZARD,
+    source="DistributedDataParallel",
+    may=("die", "hang"),
+    lanes=("gloo:cpu",),
+    catalogue=("D01", "D03"),
+    reports=("pytorch/pytorch#54059", "pytorch/pytorch#53979", "pytorch/pytorch#59666"),
+)
+def test_training_after_rank_0_evaluated_alone_dies(rank):
+    """When rank 0 alone evaluates a model with buffers and training goes on, its broadcast meets another collective of its peer, which dies by SIGABRT on gloo."""
+    model = Holder(b=filled(rank, 0.0))
+    ddp = rank.wrap(model)
+    ddp(rank.batch(1)).backward()
+    with rank.may_wait():
+        if rank.index == 0:
+            with torch.no_grad():
+                ddp(rank.batch(1))
+        ddp(rank.batch(1)).backward()
+
+
+@case(
+    "buffers.two_forwards_one_backward",
+    level=MUST,
+    source="nn/parallel/distributed.py: with torch.autograd._unsafe_preserve_version_counter(",
+    each={"buffer": False, "batch_norm": True},
+    catalogue=("D06",),
+    reports=(
+        "pytorch/pytorch#22095",
+        "pytorch/pytorch#65907",
+        "pytorch/pytorch#66504",
+        "pytorch/pytorch#110363",
+        "pytorch/pytorch#175024",
+        "NVlabs/FUNIT#53",
+    ),
+)
+def test_two_forwards_and_one_backward_work_with_buffers(rank, batch_norm):
+    """Two forwards before one backward work in a model whose forward uses its buffers, as they do without DDP.
+
+    Where the broadcast counted as a change of the buffer, backward refused: a buffer it needed had been modified.
+    """
+
+    class Scaled(Holder):
+        def forward(self, x):
+            return super().forward(x) * self.b
+
+    model = nn.BatchNorm1d(1, affine=True) if batch_norm else Scaled(b=filled(rank, 2.0))
+    ddp = rank.wrap(model)
+    rows = torch.tensor([[-1.0], [1.0]], device=rank.device)
+    (ddp(rows).sum() * (rank.index + 1) + ddp(rows + 4).sum() * (rank.index + 1)).backward()
+    if batch_norm:
+        rank.law("the bias gets the mean of twice the batch", model.bias.grad, filled(rank, 6.0))
+    else:
+        rank.law("the weight gets the mean of both", model.weight.grad, filled(rank, 24.0))
+
+
+@case(
+    "buffers.version_counter",
+    level=OBSERVED,
+    source="nn/parallel/distributed.py: with torch.autograd._unsafe_preserve_version_counter(",
+    catalogue=("D06",),
+    reports=("pytorch/pytorch#22095", "pytorch/pytorch#175024"),
+)
+def test_how_often_a_broadcast_counts_as_a_change(rank):
+    """How far one broadcast moves the version counter of the buffer, by which autograd notices changes in place."""
+    model = Holder(b=filled(rank, 0.0))
+    ddp = rank.wrap(model)
+    before = model.b._version
+    ddp(rank.batch(1))
+    rank.show("moved_by", model.b._version - before)
+
+
+@case(
+    "buffers.overwritten_under_the_graph",
+    level=HAZARD,
+    source="nn/parallel/distributed.py: with torch.autograd._unsafe_preserve_version_counter(",
+    catalogue=("D06",),
+    reports=("pytorch/pytorch#22095",),
+)
+def test_a_broadcast_overwrites_what_an_earlier_forward_saved(rank):
+    """A broadcast overwrites a buffer that an earlier forward saved for its backward; where the version counter is kept, that backward uses the new value without an error.
+
+    Rank 0 assigns its buffer anew between two forwards. The gradient of the first forward's output is then the input
+    times the old value on rank 0 and times the new one on rank 1. Taken by autograd.grad, which nothing reduces.
+    """
+
+    class Scaled(Holder):
+        def forward(self, x):
+            return (self.weight * self.b * x).sum()
+
+    model = Scaled(b=filled(rank, 2.0))
+    ddp = rank.wrap(model)
+    own = rank.batch(1)
+    first = ddp(own)
+    if rank.index == 0:
+        model.b = filled(rank, 5.0)
+    ddp(own)
+    try:
+        (gradient,) = torch.autograd.grad(first, model.weight)
+        rank.show("gradient_per_input", gradient / own[0])
+    except RuntimeError as error:
+        refused = "modified by an inplace operation" in str(error)
+        rank.show("gradient_per_input", "refused: modified in place" if refused else "another error")
+    rank.law("the second forward brought rank 0's new buffer", model.b.detach(), filled(rank, 5.0))
+
+
+@case(
+    "buffers.sets_are_not_compared",
+    level=HAZARD,
+    source="DistributedDataParallel",
+    lanes=("gloo:cpu",),
+    each={"fewer_on_rank_0": 1, "more_on_rank_0": 0},
+    may=("die",),
+    catalogue=("D01", "A05"),
+    reports=("Tencent/YOLO-Master#154",),
+)
+def test_buffers_are_not_compared_at_construction(rank, richer):
+    """Whether ranks have the same buffers is not verified: where rank 0 has fewer, the surplus keeps its own values; where it has more, gloo kills the peer by SIGABRT."""
+    own = rank.index + 1.0
+    model = Holder(a=filled(rank, own), **({"b": filled(rank, own)} if rank.index == richer else {}))
+    ddp = rank.wrap(model)
+    for _ in range(2):
+        model.a.fill_(own)
+        ddp(rank.batch(1)).backward()
+        expected = {"a": filled(rank, 1.0)}
+        rank.law("rank 0's, and the surplus", model.seen, expected | ({"b": filled(rank, own)} if rank.index else {}))
+    rank.show("seen", model.seen)
+
+
+@case(
+    "buffers.no_reduction_of_running_statistics",
+    level=MUST,
+    source="DistributedDataParallel",
+    catalogue=("D01",),
+    reports=("pytorch/pytorch#54059",),
+)
+def test_batch_norm_statistics_are_rank_0s_and_no_mean(rank):
+    """The running statistics of a BatchNorm layer follow rank 0's batches only; they are not averaged over ranks."""
+    model = nn.BatchNorm1d(1, momentum=0.5)
+    ddp = rank.wrap(model)
+    mean = torch.zeros(1, device=rank.device)
+    for _ in range(4):
+        centre = 4.0 * (rank.index + 1)
+        ddp(torch.tensor([[centre - 1], [centre + 1]], device=rank.device)).sum().backward()
+        rank.law("rank 0's past and the rank's own last batch", model.running_mean, mean / 2 + centre / 2)
+        mean = mean / 2 + 2.0  # rank 0's batches have mean 4
+    rank.show("running_mean", model.running_mean)
+    rank.show("batches", model.num_batches_tracked)
