@@ -1,0 +1,296 @@
+"""Nothing outlives its parent, however that dies, and a long run leaves nothing behind and holds on to nothing."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runs import Little, parent, processes, servers, until
+
+pytestmark = pytest.mark.timeout(600)
+
+WAITS = '''\
+"""A case whose ranks have children, and wait until they are killed."""
+
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ddp_conformance import MUST, case
+
+HERE = Path(__file__).parent
+
+
+@case("leaving.waits", level=MUST, source="here")
+def test_waits(rank):
+    """Each rank forks a child and waits with it, once."""
+    if not os.fork():
+        while True:
+            time.sleep(1000)
+    (HERE / f"child_of_{rank.index}").touch()
+    time.sleep(1000)
+
+
+@case("leaving.well_after", level=MUST, source="here")
+def test_well_after(rank):
+    """The next case is judged, whatever became of the server."""
+    dist.barrier()
+    rank.law("one is one", 1, 1)
+'''
+
+
+def waiting(tmp_path, *arguments):
+    """A run whose first case waits, each of its ranks with a child."""
+    little = Little(tmp_path / "suite")
+    little.write("test_leaving.py", WAITS)
+    little.write("golden/leaving.toml", "[well_after]\nlaws = 1\n")
+    running = little.start("--case-deadline=90", *arguments)
+    until(lambda: all((little.folder / f"child_of_{i}").exists() for i in (0, 1)), within=200, what="the ranks' forks")
+    assert len(running.processes()) >= 6  # pytest, its server, two ranks, two children
+    return running
+
+
+@pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdist"])
+def test_pytest_killed_leaves_no_process(tmp_path, workers):
+    running = waiting(tmp_path, *workers)
+    os.kill(running.process.pid, signal.SIGKILL)
+    until(lambda: not running.processes(), within=10, what="the end of every process")
+    assert running.process.wait(10) == -signal.SIGKILL
+    assert not json.loads(running.record.read_text().splitlines()[-1])["line"] == "end"
+
+
+def test_a_worker_killed_leaves_no_process(tmp_path):
+    running = waiting(tmp_path, "-n2")
+    worker = next(
+        parent(server)
+        for server in servers(running.marker)
+        if any(parent(pid) == server for pid in running.processes())
+    )
+    os.kill(worker, signal.SIGKILL)
+    run = running.finish()
+    assert run.exit == 1
+    assert "crashed while running" in run.output
+    assert run.verdicts == {"leaving.well_after": "holds"}
+    until(lambda: not running.processes(), what="the end of every process")
+
+
+@pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdist"])
+def test_the_server_killed_is_no_data_and_the_next_case_has_another(tmp_path, workers):
+    running = waiting(tmp_path, *workers)
+    ours = running.processes()
+    [server] = [pid for pid in servers(running.marker) if any(parent(each) == pid for each in ours)]
+    tree = [pid for pid in ours if parent(pid) == server or parent(parent(pid)) == server]
+    assert len(tree) == 4
+    os.kill(server, signal.SIGKILL)
+    until(lambda: not {*tree, server} & set(running.processes()), what="the end of the ranks and their children")
+    run = running.finish()
+    assert run.exit == 1
+    assert run.verdicts == {"leaving.waits": "no data", "leaving.well_after": "holds"}
+    assert run.outcomes == {"leaving.waits": "error", "leaving.well_after": "passed"}
+    assert "the rank server ended with status -9" in run.told["leaving.waits"].message
+    assert not running.processes()
+
+
+def test_interrupted_leaves_no_process_and_an_incomplete_record(tmp_path):
+    running = waiting(tmp_path)
+    os.kill(running.process.pid, signal.SIGINT)
+    run = running.finish()
+    assert run.exit == 2, run.output
+    assert not running.processes()
+    last = json.loads(run.record.read_text().splitlines()[-1])
+    assert last["line"] != "end" or not last["complete"]
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
+    """A killed pytest cannot remove its case's directory; the next run in the same place does."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    left = temporary / f"ddp-conformance-{free_pid()}-x"
+    left.mkdir()
+    mine = temporary / f"ddp-conformance-{os.getpid()}-x"
+    mine.mkdir()
+    little = Little(tmp_path / "suite")
+    little.write("test_well.py", 'def test_program(ranks):\n    assert ranks(program, world=1).outcomes() == ["returned"]\n\n\ndef program(rank):\n    pass\n')  # fmt: skip
+    run = little.run(environment={"TMPDIR": str(temporary)})
+    assert run.exit == 0, run.output
+    assert not left.exists()
+    assert mine.exists()
+
+
+def free_pid() -> int:
+    return next(pid for pid in range(2**22 - 1, 0, -1) if not Path(f"/proc/{pid}").exists())
+
+
+MANY = '''\
+"""Many cases of the ordinary kind, in one run."""
+
+from ddp_conformance import MUST, case
+from ddp_conformance.models import linear
+
+
+@case("many.backward", level=MUST, source="here", each={{f"n{{i}}": i for i in range({cases})}})
+def test_backward(rank, number):
+    """One backward."""
+    model = linear(2)
+    ddp = rank.wrap(model)
+    ddp(rank.batch(2)).sum().backward()
+    rank.law("the mean", model.weight.grad, rank.mean(lambda r: rank.batch(2, of=r)))
+'''
+
+COUNTS = '''\
+import json
+import os
+import resource
+from pathlib import Path
+
+pytest_plugins = ["ddp_conformance.plugin"]
+SEEN = Path(__file__).with_name("seen.jsonl")
+
+
+def ours():
+    """This process and its descendants."""
+    found = {os.getpid()}
+    for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda entry: int(entry.name)):
+        try:
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) in found:
+            found.add(int(entry.name))
+    return sorted(found)
+
+
+def pytest_runtest_teardown(item):
+    here = ours()
+    seen = {
+        "processes": len(here),
+        "fds": [len(os.listdir(f"/proc/{pid}/fd")) for pid in here],
+        "temporary": [name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("ddp-")],
+        "memory": [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in here],
+    }
+    with SEEN.open("a") as file:
+        file.write(json.dumps(seen) + "\\n")
+'''
+
+
+def test_200_cases_in_a_row_leave_nothing(tmp_path):
+    little = Little(tmp_path / "suite")
+    little.write("conftest.py", COUNTS)
+    little.write("test_many.py", MANY.format(cases=200))
+    little.write("golden/many.toml", "".join(f'["backward/n{i}"]\nlaws = 1\n' for i in range(200)))
+    shared = set(Path("/dev/shm").iterdir())
+    running = little.start()
+    run = running.finish(500)
+    assert run.counts == {"passed": 200}, run.output
+    seen = [json.loads(line) for line in (little.folder / "seen.jsonl").read_text().splitlines()]
+    assert {each["processes"] for each in seen} == {2}, "pytest and its server, and no zombie"
+    assert len({tuple(each["fds"]) for each in seen[1:]}) == 1
+    assert all(each["temporary"] == [] for each in seen)
+    assert all(late - early < 20e6 for late, early in zip(seen[-1]["memory"], seen[20]["memory"], strict=True))
+    assert not running.processes()
+    until(lambda: not set(Path("/dev/shm").iterdir()) - shared, what="the end of shared memory")
+    seconds = sorted(line["seconds"] for line in run.cases.values())
+    print(f"median of 200 cases: {seconds[100]} s")
+
+
+TEN = '''\
+"""Ten cases for fresh interpreters, as different as they come."""
+
+import os
+import signal
+import sys
+
+import torch.distributed as dist
+
+from ddp_conformance import HAZARD, MUST, OBSERVED, case
+from ddp_conformance.models import linear
+
+
+@case("ten.backward", level=MUST, source="here", world=(1, 2))
+def test_backward(rank):
+    """One backward."""
+    model = linear(2)
+    ddp = rank.wrap(model)
+    ddp(rank.batch(2)).sum().backward()
+    rank.law("the mean", model.weight.grad, rank.mean(lambda r: rank.batch(2, of=r)))
+
+
+@case("ten.alone", level=MUST, source="here", group=False, each={"a": 1, "b": 2, "c": 3})
+def test_alone(rank, value):
+    """No group."""
+    rank.show("value", value)
+    rank.law("one is one", 1, 1)
+
+
+@case("ten.raises", level=MUST, source="here", group=False)
+def test_raises(rank):
+    """An exception."""
+    raise KeyError("x")
+
+
+@case("ten.dies", level=HAZARD, source="here", group=False, may=("die",))
+def test_dies(rank):
+    """A permitted death."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+    signal.pause()
+
+
+@case("ten.waits", level=HAZARD, source="here", group=False, may=("hang",))
+def test_waits(rank):
+    """A permitted hang."""
+    with rank.may_wait():
+        signal.pause()
+
+
+@case("ten.broken", level=MUST, source="here", group=False)
+def test_broken(rank):
+    """A broken law."""
+    rank.law("one is two", 1, 2)
+
+
+@case("ten.environment", level=OBSERVED, source="here", group=False, env={"TEN": "10"})
+def test_environment(rank):
+    """Variables for fresh interpreters only."""
+    rank.show("ten", os.environ.get("TEN"))
+    rank.show("hash", sys.flags.hash_randomization)
+'''
+
+
+def test_spawned_ranks_say_what_forked_ones_say(tmp_path):
+    little = Little(tmp_path / "suite")
+    little.write("test_ten.py", TEN)
+    forked, spawned = (little.run("-n2", "--ranks", ranks) for ranks in ("forked", "spawned"))
+    assert len(spawned.cases) == 10
+
+    def told(run):
+        keys = ("verdict", "facts", "laws", "level", "program", "world", "lane")
+        return {name: {key: line[key] for key in keys} for name, line in run.cases.items()}
+
+    assert told(spawned) == told(forked)
+    assert spawned.cases["ten.environment"]["facts"] == {"ten": "10", "hash": "0"}
+    assert spawned.cases["ten.dies"]["facts"]["outcome"] == "SIGSEGV"
+    assert spawned.cases["ten.waits"]["facts"]["outcome"] == "waiting"
+
+
+def test_two_runs_side_by_side_do_not_disturb_each_other(tmp_path):
+    little = Little(tmp_path / "suite")
+    little.write("test_many.py", MANY.format(cases=10))
+    little.write("golden/many.toml", "".join(f'["backward/n{i}"]\nlaws = 1\n' for i in range(10)))
+    running = [little.start(), little.start("-n2")]
+    runs = [each.finish() for each in running]
+    assert [run.exit for run in runs] == [0, 0], runs[0].output + runs[1].output
+    assert all(not each.processes() for each in running)
+
+
+def test_the_marker_finds_this_runs_processes_and_no_zombie(tmp_path):
+    """The drills above rest on it: a child that has ended and was not waited for is not counted."""
+    little = Little(tmp_path / "suite")
+    running = little.start("--version")
+    assert running.process.pid in processes(running.marker) or running.process.poll() is not None
+    until(lambda: not processes(running.marker), what="the end of pytest --version")
+    assert Path(f"/proc/{running.process.pid}").exists(), "a zombie, for nobody has waited for it"
+    assert running.process.wait() == 0
