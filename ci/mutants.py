@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ddp_conformance import ranks, record
 from ddp_conformance.case import MUST, Case, Facet, program_hash
 from ddp_conformance.lanes import Lane
 from ddp_conformance.ranks import permitted
-from ddp_conformance.subject import DEFAULT
+from ddp_conformance.subject import DEFAULT, NoData, NotOffered, Subject
 from ddp_conformance.suite import Settings, Suite
 from ddp_conformance.verdict import collect_laws
 
@@ -131,6 +132,8 @@ class Range:
         key = _hash(subject, sources, shot.id, program_hash(shot.case, shot.facet), self.settings.torch)
         if key in self.results.known:
             return self.results.known[key]
+        if not _is_asked(subject, shot.case):
+            return Result(subject, shot.id, key, ["not offered"], [], [])
         suite = self._suite()
         deadline = FRESH_DEADLINE if shot.case.env else DEADLINE
         suite.settings = replace(self.settings, subject=subject, deadline=deadline)
@@ -175,6 +178,21 @@ class Range:
             self._all.append(self._suites.own)
         own: Suite = self._suites.own
         return own
+
+
+def _is_asked(subject: str, case: Case) -> bool:
+    """Whether the subject offers what the case needs, known here without starting ranks for it."""
+    try:
+        for need in case.needs:
+            _subject(subject).need(need)
+    except (NotOffered, NoData):
+        return False
+    return True
+
+
+@cache
+def _subject(spec: str) -> Subject:
+    return Subject(spec)
 
 
 def find_mutants(folder: Path = ROOT / "tests" / "mutants") -> list[Mutant]:
