@@ -1,0 +1,255 @@
+"""A subject that cannot be used is told so in one line before the first case, and one that misbehaves harms only itself."""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from ddp_conformance import record, smoke
+from ddp_conformance.lanes import Lane
+from ddp_conformance.suite import Settings, Suite
+from torch import distributed as dist
+
+from tests.reference_ddp import ReferenceDDP
+from tests.runs import ROOT, Little
+
+LANE = Lane("gloo", "cpu")
+
+
+def returns_nothing(module, **options):
+    ReferenceDDP(module, **options)
+
+
+def raises(module, **options):
+    raise LookupError("no such luck")
+
+
+def hangs(module, **options):
+    while True:
+        time.sleep(1)
+
+
+def kills_its_rank(module, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves(module, **options):
+    os._exit(3)
+
+
+def takes_nothing():
+    """A callable that no module can be handed to."""
+
+
+class AnotherOutput(ReferenceDDP):
+    """Returns something else than the module."""
+
+    def forward(self, *args, **kwargs):
+        return {"output": super().forward(*args, **kwargs)}
+
+
+def prints_garbage(module, **options):
+    os.write(1, b"\xff\x00{]\n" * 1000)
+    os.write(2, b'{"done": "returned"}\n' * 1000)
+    return ReferenceDDP(module, **options)
+
+
+def changes_everything(module, **options):
+    ddp = ReferenceDDP(module, **options)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    os.environ["MASTER_ADDR"] = "elsewhere"
+    return ddp
+
+
+def ends_the_group(module, **options):
+    ddp = ReferenceDDP(module, **options)
+    dist.destroy_process_group()
+    return ddp
+
+
+class Adapter:
+    """An object with all that an adapter may have; it reduces after backward."""
+
+    def __init__(self):
+        self.said = []
+
+    def setup(self):
+        self.said.append("setup")
+
+    def wrap(self, module):
+        assert self.said == ["setup"], self.said
+        return Late(module)
+
+    def after_backward(self, ddp):
+        ddp.reduce()
+
+    def no_sync(self, ddp):
+        return ddp.quiet()
+
+    def teardown(self):
+        print("torn down")
+
+
+class Late(torch.nn.Module):
+    """Averages when it is told to and not in backward."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.on = module, True
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), 0)
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def reduce(self):
+        for parameter in self.module.parameters() if self.on else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    @contextlib.contextmanager
+    def quiet(self):
+        self.on = False
+        yield
+        self.on = True
+
+
+adapter = Adapter()
+
+
+def get_ddp(module):
+    """CS336's name for wrap."""
+    return Late(module)
+
+
+def ddp_on_after_backward(ddp, optimizer):
+    """CS336's name for after_backward."""
+    ddp.reduce()
+
+
+@pytest.fixture(scope="module")
+def suite():
+    settings = Settings(lanes=(LANE,), torch=record.torch_build()["torch"], path=(str(ROOT),))
+    suite = Suite(settings)
+    yield suite
+    suite.close()
+
+
+def check(suite, name):
+    suite.settings = replace(suite.settings, subject=f"tests.test_subjects:{name}")
+    return smoke.check(suite, LANE)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("returns_nothing", "it returns no module, but NoneType, which cannot be called"),
+        ("raises", "the constructor does not work on rank 0: raised LookupError: LookupError: no such luck"),
+        ("kills_its_rank", "the constructor does not work on rank 0: SIGKILL"),
+        ("leaves", "the constructor does not work on rank 0: exit 3"),
+        ("takes_nothing", "the constructor does not work on rank 0: raised TypeError: "),
+        ("AnotherOutput", "the forward of a wrapped Linear returns dict, and not the module's output"),
+        ("hangs", "the constructor does not end: rank 0 was still in it after 1 s"),
+        ("LANE", "neither callable nor an object with a method wrap"),
+        ("nothing_of_that_name", "tests.test_subjects has no nothing_of_that_name"),
+    ],
+)
+def test_a_broken_adapter_is_named_in_one_line(suite, monkeypatch, name, why):
+    if name == "hangs":
+        monkeypatch.setattr(smoke, "DEADLINE", 1.0)
+    broken, _ = check(suite, name)
+    assert broken is not None
+    assert broken.startswith(f"--subject tests.test_subjects:{name}: {why}")
+    assert "\n" not in broken
+
+
+@pytest.mark.parametrize("name", ["ReferenceDDP", "prints_garbage", "adapter"])
+def test_an_adapter_that_works_passes(suite, name):
+    assert check(suite, name) == (None, [])
+
+
+def test_what_a_subject_changes_for_everybody_is_remarked(suite):
+    assert check(suite, "changes_everything") == (
+        None,
+        [
+            "--subject tests.test_subjects:changes_everything changes the default dtype, the random state, "
+            "the environment, which is not its own"
+        ],
+    )
+    _, remarks = check(suite, "ends_the_group")
+    assert remarks == [
+        "--subject tests.test_subjects:ends_the_group changes the default process group, which is not its own"
+    ]
+
+
+CASE = """
+    from ddp_conformance import MUST, case
+    from ddp_conformance.models import linear
+
+    @case("mean_gradients.mean", level=MUST, source="DistributedDataParallel")
+    def test_mean(rank):
+        "Every rank gets the mean."
+        model = linear(2)
+        ddp = rank.wrap(model, static_graph=False)
+        own = rank.batch(2)
+        ddp(own).sum().backward()
+        rank.law("the mean", model.weight.grad, rank.mean(lambda r: rank.batch(2, of=r)))
+
+    @case("no_sync.accumulates", level=MUST, source="DistributedDataParallel")
+    def test_local(rank):
+        "Inside no_sync gradients are local."
+        model = linear(2)
+        ddp = rank.wrap(model)
+        with ddp.no_sync():
+            ddp(rank.batch(2)).sum().backward()
+        rank.law("local", model.weight.grad, rank.batch(2))
+
+    @case("logging.data", level=MUST, source="DistributedDataParallel")
+    def test_logging(rank):
+        "There is logging data."
+        rank.law("three", len(rank.log(rank.wrap(linear(2)), "a", "b", "c")), 3)
+
+    @case("static_graph.taken", level=MUST, source="DistributedDataParallel")
+    def test_static(rank):
+        "The option is taken."
+        rank.wrap(linear(2), static_graph=True)
+        rank.law("taken", 1, 1)
+"""
+
+
+@pytest.mark.parametrize("subject", ["tests.test_subjects:adapter", "tests.test_subjects"])
+def test_adapters_are_judged_and_what_they_lack_is_not_offered(subject, tmp_path):
+    suite = Little(tmp_path / "suite")
+    suite.write("test_little.py", CASE)
+    run = suite.run(f"--subject={subject}")
+    assert run.exit == 0, run.output
+    assert run.verdicts == {
+        "mean_gradients.mean": "holds",
+        "no_sync.accumulates": "holds" if subject.endswith("adapter") else "not offered",
+        "logging.data": "not offered",
+        "static_graph.taken": "not offered",
+    }
+    assert f"MUST cases that {subject} offers hold" in run.output
+
+
+def test_a_broken_adapter_ends_the_run_before_the_first_case(tmp_path):
+    suite = Little(tmp_path / "suite")
+    suite.write("test_little.py", CASE)
+    for workers in ("-n0", "-n2"):
+        run = suite.run("--subject=tests.test_subjects:returns_nothing", workers)
+        assert run.exit == 4, run.output
+        assert "ERROR: --subject tests.test_subjects:returns_nothing: it returns no module" in run.output
+        assert "Traceback" not in run.output
+
+
+def test_an_author_learns_what_to_mend_first(tmp_path):
+    suite = Little(tmp_path / "suite")
+    suite.write("test_little.py", CASE)
+    run = suite.run("--subject=tests.mutants.of_reduction:Sums")
+    assert run.exit == 1
+    assert "fix first: mean_gradients.mean: broken law: the mean" in run.output
+    assert "score: 1 of 2 MUST cases that tests.mutants.of_reduction:Sums offers hold" in run.output
