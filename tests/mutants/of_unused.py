@@ -114,7 +114,7 @@ class SearchesOnce(ReferenceDDP):
 class SeesPlainOutputsOnly(ReferenceDDP):
     """Breaks the search in outputs: tensors inside lists and dictionaries are not seen."""
 
-    breaks = ("unused_parameters.output_left_out_of_loss",)
+    breaks = ("outputs.find_unused_containers", "unused_parameters.output_left_out_of_loss")
 
     def find_unused(self, output):
         return super().find_unused(output if isinstance(output, torch.Tensor) else None)
