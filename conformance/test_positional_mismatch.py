@@ -6,7 +6,8 @@ from torch import nn
 
 DOCUMENTED = "DistributedDataParallel"
 VERIFIED = "include/torch/csrc/distributed/c10d/reducer.hpp: respect to no. of params and matching dtype/size/layout"
-GLOO = ("gloo:*",)
+CPU = ("gloo:cpu",)
+"""What a backend makes of messages of unequal length is its own affair; this is gloo's."""
 EMA = ("Tencent/YOLO-Master#154",)
 
 
@@ -39,7 +40,7 @@ def wrap_or_lose_a_peer(rank, model) -> None:
     "positional_mismatch.same_width",
     level=HAZARD,
     source=VERIFIED,
-    lanes=GLOO,
+    lanes=CPU,
     group_timeout=1,
     catalogue=("A19",),
 )
@@ -56,7 +57,7 @@ def test_another_dtype_of_the_same_width_is_taken_over_bit_by_bit(rank):
     rank.show("weight", model.weight)
 
 
-@case("positional_mismatch.wider", level=HAZARD, source=VERIFIED, lanes=GLOO, catalogue=("A19",))
+@case("positional_mismatch.wider", level=HAZARD, source=VERIFIED, lanes=CPU, catalogue=("A19",))
 def test_a_wider_dtype_than_rank_0s_is_filled_with_garbage(rank):
     """Dtypes are not compared: a rank that holds float64 where rank 0 holds float32 constructs without an error, and holds garbage.
 
@@ -74,7 +75,7 @@ def test_a_wider_dtype_than_rank_0s_is_filled_with_garbage(rank):
     "positional_mismatch.narrower",
     level=HAZARD,
     source=VERIFIED,
-    lanes=GLOO,
+    lanes=CPU,
     may=("die",),
     group_timeout=1,
     catalogue=("A19",),
@@ -88,7 +89,7 @@ def test_a_narrower_dtype_than_rank_0s_kills_the_rank(rank):
     wrap_or_lose_a_peer(rank, model)
 
 
-@case("positional_mismatch.more_dimensions", level=HAZARD, source=VERIFIED, lanes=GLOO, catalogue=("A17",))
+@case("positional_mismatch.more_dimensions", level=HAZARD, source=VERIFIED, lanes=CPU, catalogue=("A17",))
 def test_more_dimensions_than_on_rank_0_go_unnoticed(rank):
     """Shapes are compared only as far as rank 0's goes: where a rank's parameter has more dimensions, (2, 1, 1, 1) against (2,), it is not refused."""
     model = Held(weight=filled(1.0 + rank.index, *((2, 1, 1, 1) if rank.index else (2,))))
@@ -101,7 +102,7 @@ def test_more_dimensions_than_on_rank_0_go_unnoticed(rank):
     "positional_mismatch.fewer_dimensions",
     level=HAZARD,
     source=VERIFIED,
-    lanes=GLOO,
+    lanes=CPU,
     may=("die",),
     group_timeout=1,
     catalogue=("A17",),
@@ -125,7 +126,7 @@ def with_extra(has_extra: bool, is_parameter: bool, value: float) -> Held:
     level=HAZARD,
     source=DOCUMENTED,
     each=EXTRA,
-    lanes=GLOO,
+    lanes=CPU,
     catalogue=("A16",),
     reports=EMA,
 )
@@ -143,7 +144,7 @@ def test_a_frozen_parameter_or_buffer_that_rank_0_lacks_goes_unnoticed(rank, is_
     level=HAZARD,
     source=DOCUMENTED,
     each=EXTRA,
-    lanes=GLOO,
+    lanes=CPU,
     may=("die",),
     group_timeout=1,
     catalogue=("A16",),
@@ -158,7 +159,7 @@ def test_a_frozen_parameter_or_buffer_that_only_rank_0_has_kills_the_others(rank
     "positional_mismatch.extra_dtype",
     level=HAZARD,
     source=DOCUMENTED,
-    lanes=GLOO,
+    lanes=CPU,
     group_timeout=1,
     catalogue=("A16",),
     reports=EMA,

@@ -191,10 +191,9 @@ class SkipsEmpty(DistributedDataParallel):
     breaks = ("construction.zero_size", "rank0_broadcast.zero_size")
 
     def __init__(self, module, **options):
-        super().__init__(module, **options)
         for parameter in module.parameters():
-            if parameter.numel() == 0:
-                parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+            parameter.requires_grad_(parameter.requires_grad and parameter.numel() > 0)
+        super().__init__(module, **options)
 
 
 class CopiesMemoryOfStrided(DistributedDataParallel):
