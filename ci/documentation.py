@@ -14,6 +14,18 @@ OBJECTS = (
     "torch.nn.parallel:DistributedDataParallel.join",
     "torch.nn.parallel:DistributedDataParallel.join_hook",
     "torch.nn.parallel:DistributedDataParallel.register_comm_hook",
+    # What follows is private by name, and documented all the same: cases rest on these docstrings.
+    "torch.nn.parallel:DistributedDataParallel._register_buffer_comm_hook",
+    "torch.nn.parallel:DistributedDataParallel._register_builtin_comm_hook",
+    "torch.nn.parallel:DistributedDataParallel._register_fused_optim",
+    "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "torch.nn.parallel:DistributedDataParallel._get_data_parallel_params",
+    "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data",
+    "torch.nn.parallel:DistributedDataParallel._set_ddp_runtime_logging_sample_rate",
+    "torch.nn.parallel:DistributedDataParallel._set_static_graph",
+    "torch.nn.parallel:DistributedDataParallel._check_reducer_finalized",
+    "torch.nn.parallel:DistributedDataParallel._update_process_group",
+    "torch.nn.parallel:DistributedDataParallel._set_ddp_sink_clone",
 )
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 HOOK_MODULES = (
