@@ -31,6 +31,7 @@ def backwards(rank, model, iterations, own, uses=None, **options):
     "firing.as_buckets_fill",
     level=OBSERVED,
     source=DEFERRED,
+    world=(1, 2),
     needs=("register_comm_hook",),
     catalogue=("B09", "H05", "U04"),
 )

@@ -98,6 +98,7 @@ def test_with_a_list_of_caps_the_first_backward_uses_several_buckets(rank):
     "first_iteration.registration_order",
     level=OBSERVED,
     source=UNLIMITED,
+    world=(1, 2),
     needs=("register_comm_hook",),
     catalogue=("U06",),
 )

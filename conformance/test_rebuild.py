@@ -139,6 +139,7 @@ def test_buckets_are_rebuilt_once(rank):
     "rebuild.ready_order",
     level=OBSERVED,
     source=READY,
+    world=(1, 2),
     needs=("register_comm_hook",),
     catalogue=("H05", "U06"),
 )
