@@ -174,6 +174,27 @@ class ComparesAsFarAsItGoes(DistributedDataParallel):
             super().__init__(module, **options)
 
 
+class ComparesCountsOnly(DistributedDataParallel):
+    """Breaks the promise that shapes and strides are compared: only the number of parameters is."""
+
+    breaks = ("positional_matching.shape_differs", "positional_matching.strides_differ")
+
+    def __init__(self, module, **options):
+        def broadcast(module, process_group, *arguments, **named):
+            own = [(parameter.shape, parameter.stride()) for parameter in module.parameters()]
+            layouts = [None] * dist.get_world_size(process_group)
+            dist.all_gather_object(layouts, own, group=process_group)
+            if all(layout == own for layout in layouts):
+                real(module, process_group, *arguments, **named)
+
+        real = torch.nn.parallel.distributed._sync_module_states
+        with (
+            mock.patch.object(torch.nn.parallel.distributed, "_verify_param_shape_across_processes"),
+            mock.patch.object(torch.nn.parallel.distributed, "_sync_module_states", broadcast),
+        ):
+            super().__init__(module, **options)
+
+
 class EmptyListKeepsLocal(DistributedDataParallel):
     """Breaks the promise that an empty list of device_ids is None: such a wrapper keeps gradients local."""
 
