@@ -8,7 +8,7 @@ BREAKS = {
     "of_reduction:Sums": ("mean_gradients.mean", "mean_gradients.effective_batch"),
     "of_construction:CopiesNothing": ("rank0_broadcast.parameters", "trajectory.different_start"),
     "of_no_sync:IgnoresNoSync": ("no_sync.accumulates", "no_sync.starts_no_collective"),
-    "of_buckets:NeverRebuilds": ("rebuild.once", "rebuild.ready_order"),
+    "of_buckets:NeverRebuilds": ("rebuild.once", "rebuilt_buckets.ready_order"),
     "of_buckets:ReducesAtTheEnd": ("firing.as_buckets_fill",),
 }
 ONLY_TO_LOOK_AT = ("hook_registration.signature_checked", "unused_parameters.none_stays_none")

@@ -44,7 +44,7 @@ class NeverRebuilds(ReferenceDDP):
 class RebuildsBackwards(ReferenceDDP):
     """Breaks the order of the rebuild: it is the reverse of that in which gradients became ready."""
 
-    breaks = ("rebuild.ready_order",)
+    breaks = ("rebuilt_buckets.ready_order",)
 
     def assign(self, order, limits):
         return super().assign(order if len(limits) == 1 or self.find_unused_parameters else list(order)[::-1], limits)
@@ -53,7 +53,7 @@ class RebuildsBackwards(ReferenceDDP):
 class RebuildsByRegistration(ReferenceDDP):
     """Breaks the order of the rebuild: it is the reverse of registration, whatever order gradients became ready in."""
 
-    breaks = ("rebuild.ready_order",)
+    breaks = ("rebuilt_buckets.ready_order",)
 
     def rebuild(self):
         self.ready_order = sorted(self.ready_order, reverse=True)
@@ -72,7 +72,7 @@ class IgnoresTheCap(ReferenceDDP):
 class KeepsTheSmallFirstLimit(ReferenceDDP):
     """Breaks bucket_cap_mb: the first bucket is bounded by 1 MiB whatever the user's cap."""
 
-    breaks = ("rebuild.once", "rebuild.ready_order")
+    breaks = ("rebuild.once", "rebuilt_buckets.ready_order")
 
     def assign(self, order, limits):
         return super().assign(order, limits if limits == [UNLIMITED] else [MIB, self.cap])

@@ -10,7 +10,7 @@ from tests.reference_ddp import MIB, ReferenceDDP
 class TakesTheLastRanksOrder(ReferenceDDP):
     """Breaks the rebuild: the order comes from the group's last rank instead of its first."""
 
-    breaks = ("rebuild.order_from_rank_0", "rebuild.order_from_first_of_group")
+    breaks = ("rebuilt_buckets.order_from_rank_0", "rebuilt_buckets.order_from_first_of_group")
 
     def rebuild(self):
         if self.rebuilt or self.find_unused_parameters or len(self.ready_order) < len(self.trainable):
@@ -132,7 +132,7 @@ class LargerDefault(DistributedDataParallel):
 class TheListsLargestForAll(DistributedDataParallel):
     """Breaks bucket_cap_mb_list: its largest cap bounds every bucket."""
 
-    breaks = ("bucket_cap.list",)
+    breaks = ("bucket_cap_list.one_by_one",)
 
     def __init__(self, module, *, bucket_cap_mb=None, bucket_cap_mb_list=None, **options):
         cap = max(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
@@ -142,7 +142,7 @@ class TheListsLargestForAll(DistributedDataParallel):
 class TheListReversed(DistributedDataParallel):
     """Breaks bucket_cap_mb_list: the caps are applied last first."""
 
-    breaks = ("bucket_cap.list", "first_iteration.cap_list")
+    breaks = ("bucket_cap_list.one_by_one", "first_iteration.cap_list")
 
     def __init__(self, module, *, bucket_cap_mb_list=None, **options):
         caps = bucket_cap_mb_list[::-1] if bucket_cap_mb_list else None
