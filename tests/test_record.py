@@ -2,12 +2,16 @@
 
 import copy
 import json
+import tempfile
 from pathlib import Path
 
 import jsonschema
 import pytest
-from ddp_conformance import record
+from ddp_conformance import golden, record
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ci import accept
 from tests.runs import ROOT, Little
 
 pytestmark = pytest.mark.timeout(600)
@@ -79,7 +83,7 @@ def test_a_real_record_is_read_and_is_as_the_schema_says(run, lines):
 
 def test_the_schema_is_a_schema_and_names_every_key_the_reader_wants():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    assert set(SCHEMA["$defs"]["case"]["required"]) == record.CASE_KEYS
+    assert set(SCHEMA["$defs"]["case"]["required"]) == record.KINDS.keys()
 
 
 def test_a_record_cut_short_at_any_line_is_refused(lines, tmp_path):
@@ -110,6 +114,11 @@ def test_a_record_cut_short_at_any_byte_is_refused_or_the_same(run, tmp_path):
         (lambda lines: lines[0].pop("subject"), "its run line has no subject"),
         (lambda lines: lines[1].update(more=1), "line 2: wrong keys ['more']"),
         (lambda lines: lines[1].pop("laws"), "line 2: wrong keys ['laws']"),
+        (lambda lines: lines[1].update(facts=[]), "line 2: wrong values of ['facts']"),
+        (lambda lines: lines[1].update(facts={"laws": 1.5}), "line 2: an id or a fact of another form"),
+        (lambda lines: lines[1].update(id="family"), "line 2: an id or a fact of another form"),
+        (lambda lines: lines[0].update(torch="new"), "'new' is no release of torch"),
+        (lambda lines: lines[0].update(lanes=[1]), "its run line has no lanes"),
         (lambda lines: lines[1].update(line="note"), "line 2 is neither run, case nor end"),
         (lambda lines: lines[-1].pop("complete"), "its end line lacks counts"),
         (lambda lines: lines.insert(1, [1]), "line 2 is neither run, case nor end"),
@@ -168,3 +177,30 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         record.read(path)
     with pytest.raises(record.RecordError, match="No such file"):
         record.read(tmp_path / "none.jsonl")
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-1, 9), st.just(1.5), st.text(max_size=4)),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("abl"), inner, max_size=2)),
+    max_leaves=4,
+)
+
+
+@given(data=st.data())
+@settings(derandomize=True, max_examples=200, deadline=None)
+def test_any_value_in_any_place_is_refused_or_folded_into_a_golden_file_that_can_be_read(lines, data):
+    where = data.draw(st.integers(0, len(lines) - 1))
+    key = data.draw(st.sampled_from(sorted(lines[where])))
+    changed = [{**line, key: data.draw(JSON)} if number == where else line for number, line in enumerate(lines)]
+    with tempfile.TemporaryDirectory() as name:
+        path = write(Path(name) / "changed.jsonl", changed)
+        try:
+            read = record.read(path)
+        except record.RecordError as refusal:
+            assert len(str(refusal).splitlines()) == 1
+            return
+        accept.accept([read], Path(name) / "golden")
+        accept.check([read], Path(name) / "golden")
+        for golden_file in (Path(name) / "golden").glob("*.toml"):
+            if golden_file.name != "observed.toml":
+                golden.load(golden_file)
