@@ -412,7 +412,7 @@ def test_a_module_wrapped_twice_gets_the_right_gradients_at_twice_the_price(rank
 
 @case(
     "construction.rewrapped",
-    level=MUST,
+    level=OBSERVED,
     source="include/torch/csrc/distributed/c10d/reducer.hpp: void remove_autograd_hooks();",
     catalogue=("B18",),
     torch_tests=(

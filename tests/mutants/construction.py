@@ -180,6 +180,12 @@ class ComparesCountsOnly(DistributedDataParallel):
     breaks = ("positional_matching.shape_differs", "positional_matching.strides_differ")
 
     def __init__(self, module, **options):
+        def compare(group, parameters, logger=None):
+            counts = [None] * dist.get_world_size(group)
+            dist.all_gather_object(counts, len(parameters), group=group)
+            if len(set(counts)) > 1:
+                dist._verify_params_across_processes(group, parameters, logger)
+
         def broadcast(module, process_group, *arguments, **named):
             own = [(parameter.shape, parameter.stride()) for parameter in module.parameters()]
             layouts = [None] * dist.get_world_size(process_group)
@@ -189,7 +195,7 @@ class ComparesCountsOnly(DistributedDataParallel):
 
         real = torch.nn.parallel.distributed._sync_module_states
         with (
-            mock.patch.object(torch.nn.parallel.distributed, "_verify_param_shape_across_processes"),
+            mock.patch.object(torch.nn.parallel.distributed, "_verify_param_shape_across_processes", compare),
             mock.patch.object(torch.nn.parallel.distributed, "_sync_module_states", broadcast),
         ):
             super().__init__(module, **options)
