@@ -7,7 +7,9 @@ from torch import nn
 
 DOCUMENTED = "DistributedDataParallel"
 UNTOUCHED = "nn/parallel/distributed.py: param.grad field is not touched"
-VIEWS = "include/torch/csrc/distributed/c10d/reducer.hpp: `bucket_views_in` and `bucket_views_out` with views for each variable's"
+VIEWS = (
+    "include/torch/csrc/distributed/c10d/reducer.hpp: If gradient_as_bucket_view_ is false, after allreduce buckets,"
+)
 OPT_IN = ("pytorch/pytorch#41954", "pytorch/pytorch#43557", "pytorch/pytorch#44344")
 
 
