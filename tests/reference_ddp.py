@@ -7,6 +7,7 @@ method, and a mutant in `tests/mutants/` is a subclass that changes one of them.
 """
 
 import inspect
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -26,7 +27,7 @@ class Bucket:
 
     number: int
     indices: list[int]
-    ddp: "ReferenceDDP"
+    trainable: list[nn.Parameter]
     last: bool = False
     flat: torch.Tensor | None = None
     waiting_for: int = 0
@@ -44,7 +45,7 @@ class Bucket:
         self.flat = tensor
 
     def parameters(self) -> list[nn.Parameter]:
-        return [self.ddp.trainable[index] for index in self.indices]
+        return [self.trainable[index] for index in self.indices]
 
     def gradients(self) -> list[torch.Tensor]:
         """Views into the flat buffer, shaped like the parameters."""
@@ -70,7 +71,13 @@ class ReferenceDDP(nn.Module):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.hook = None
-        self.trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # as DDP is told, by name
+        self.start_up()
+
+    def start_up(self):
+        """All that is not copied along with a copy of this object."""
+        module = self.module
+        self.trainable = [parameter for parameter in self.parameters_in_care() if parameter.requires_grad]
         tables = [
             each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse
         ]
@@ -85,12 +92,18 @@ class ReferenceDDP(nn.Module):
 
     # Construction
 
+    def parameters_in_care(self):
+        return [parameter for name, parameter in self.module.named_parameters() if name not in self.ignored]
+
+    def buffers_in_care(self):
+        return [buffer for name, buffer in self.module.named_buffers() if name not in self.ignored]
+
     def refuse_what_cannot_work(self):
         if not self.trainable:
             raise RuntimeError("DDP is not needed: no parameter of the module requires a gradient")
         if any(isinstance(each, nn.parameter.UninitializedParameter) for each in self.module.parameters()):
             raise RuntimeError("the module has uninitialized parameters: run a forward first")
-        devices = {each.device.type for each in self.module.parameters()}
+        devices = {each.device.type for each in self.parameters_in_care()}
         if len(devices) > 1:
             raise ValueError(f"parameters must be on the same type of devices, not on {', '.join(sorted(devices))}")
         if devices == {"cpu"} and any(isinstance(each, nn.SyncBatchNorm) for each in self.module.modules()):
@@ -122,14 +135,14 @@ class ReferenceDDP(nn.Module):
 
     def initial_state(self):
         """What is made equal at construction: all parameters, frozen ones too, and all buffers."""
-        return [*self.module.parameters(), *self.module.buffers()]
+        return [*self.parameters_in_care(), *self.buffers_in_care()]
 
     def make_equal(self):
         self.broadcast(self.initial_state())
 
     def broadcast(self, tensors):
         """From the source to all; as bytes, so that any dtype goes."""
-        for tensor in (tensor.detach() for tensor in tensors if tensor.numel()):
+        for tensor in (tensor.data for tensor in tensors if tensor.numel()):  # autograd does not count this as a change
             sent = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
             dist.broadcast(sent, self.source(), group=self.process_group)
             tensor.copy_(sent.view(tensor.dtype).view_as(tensor))
@@ -168,7 +181,7 @@ class ReferenceDDP(nn.Module):
         self.rebuilt = True
 
     def set_buckets(self, assignment):
-        self.buckets = [Bucket(number, indices, self) for number, indices in enumerate(assignment)]
+        self.buckets = [Bucket(number, indices, self.trainable) for number, indices in enumerate(assignment)]
         self.buckets[-1].last = True
         self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
 
@@ -200,10 +213,11 @@ class ReferenceDDP(nn.Module):
             if dist.get_debug_level() == dist.DebugLevel.OFF:
                 raise RuntimeError(message + "TORCH_DISTRIBUTED_DEBUG=INFO lets this message name them.")
             names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-            raise RuntimeError(message + "They are " + ", ".join(names[id(self.trainable[index])] for index in late))
+            given = ", ".join(f"module.{names[id(self.trainable[index])]}" for index in late)
+            raise RuntimeError(message + "They are " + given)
 
     def sync_buffers(self):
-        self.broadcast(self.module.buffers())
+        self.broadcast(self.buffers_in_care())
 
     def expect_gradients(self, output):
         self.expecting, self.started, self.next, self.work = True, False, 0, []
@@ -238,11 +252,11 @@ class ReferenceDDP(nn.Module):
 
     def watch_gradients(self):
         """Be told after a parameter's gradient has accumulated. (The hook for that came with 2.1; the node's is older.)"""
-        self.nodes = []
+        self.nodes, me = [], weakref.ref(self)  # a hook does not keep alive what it belongs to
         for index, parameter in enumerate(self.trainable):
             with torch.enable_grad():
                 node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-            node.register_hook(lambda *_, index=index: self.on_gradient(index))
+            node.register_hook(lambda *_, index=index: me() and me().on_gradient(index))
             self.nodes.append(node)  # it lives only as long as somebody holds it
 
     def on_gradient(self, index):
@@ -339,6 +353,17 @@ class ReferenceDDP(nn.Module):
         """Reduce each bucket by `hook(state, bucket)`, the future of what the gradients shall be, instead of the mean."""
         self.refuse_what_is_no_hook(hook)
         self.hook = lambda bucket: hook(state, bucket)
+
+    def __getstate__(self):
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError("copies are only supported when using DDP with the default process group")
+        gone = {"process_group", "nodes", "buckets", "bucket_of", "work", "hook", "trainable"}
+        return {name: value for name, value in vars(self).items() if name not in gone}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.process_group, self.hook = dist.group.WORLD, None
+        self.start_up()
 
     def refuse_what_is_no_hook(self, hook):
         if not callable(hook):
