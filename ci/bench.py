@@ -3,18 +3,20 @@ What a case costs here, against PyTorch's own multi-process tests on the same bo
 
     python -m ci.bench
 
-The body is one DDP backward over gloo on CPU. Each figure is the wall time of a whole pytest or unittest process with
-many cases, less that with few, over the difference: so that starting up, which all have in common, is not counted.
+The body is one DDP backward over gloo on CPU. A case's cost is the median of whole tests, set-up and clean-up included;
+what a run pays once (imports, the rank server, the processes that are kept) is the rest of its wall time.
 """
 
 import argparse
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import xml.etree.ElementTree as xml
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +40,7 @@ def test_backward(rank, number):
 THEIRS = """\
 import sys
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
@@ -54,6 +57,11 @@ def backward(rank, world):
 
 class Backward({base}):
     world_size = {world}
+
+    def run(self, result=None):
+        began = time.monotonic()
+        super().run(result)
+        print("seconds", time.monotonic() - began, flush=True)
 {more}
 
 for number in range({cases}):
@@ -89,40 +97,53 @@ CONTINUOUS = """
 """
 
 
-def ours(folder: Path, cases: int, world: int) -> float:
-    """Seconds of one pytest run, judging included (as "changed": there is no golden file to agree with)."""
-    (folder / "conftest.py").write_text('pytest_plugins = ["ddp_conformance.plugin"]\n')
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
-    (folder / "test_bench.py").write_text(OURS.format(cases=cases, world=world))
-    record = folder / "record.jsonl"
-    record.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "--record", str(record), "."]
-    seconds, output = _time(command, folder)
-    told = record.read_text().count('"verdict": "changed"') if record.exists() else 0
-    if told != cases:
-        raise RuntimeError(f"{told} of {cases} cases ran\n{output}")
-    return seconds
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of each test, and of the whole run."""
+
+    tests: list[float]
+    whole: float
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.tests)
+
+    @property
+    def once(self) -> float:
+        return self.whole - sum(self.tests)
 
 
-def theirs(base: str, more: str) -> Callable[[Path, int, int], float]:
-    """Seconds of one unittest run of PyTorch's own test class."""
+def ours(cases: int, world: int) -> Cost:
+    """One pytest run, judging included (as "changed": there is no golden file to agree with)."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "conftest.py").write_text('pytest_plugins = ["ddp_conformance.plugin"]\n')
+        (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+        (folder / "test_bench.py").write_text(OURS.format(cases=cases, world=world))
+        options = ["-q", "--tb=no", "-p", "no:cacheprovider", "-o", "junit_duration_report=total"]
+        whole, output = _time(["-m", "pytest", *options, "--record=run.jsonl", "--junitxml=junit.xml", "."], folder)
+        if (folder / "run.jsonl").read_text().count('"verdict": "changed"') != cases:
+            raise RuntimeError(f"not all of {cases} cases ran\n{output}")
+        tests = [float(test.get("time", 0)) for test in xml.parse(folder / "junit.xml").iter("testcase")]
+    return Cost(tests, whole)
 
-    def measure(folder: Path, cases: int, world: int) -> float:
-        path = folder / f"{base.lower()}.py"
+
+def theirs(base: str, more: str, cases: int, world: int) -> Cost:
+    """One unittest run of PyTorch's own test class."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "theirs.py"
         path.write_text(THEIRS.format(base=base, more=more, cases=cases, world=world))
-        seconds, output = _time([sys.executable, str(path)], folder)
-        if not re.search(rf"Ran {cases} tests?.*\n\nOK\s*$", output):
-            raise RuntimeError(f"{base} did not pass {cases} tests\n{output[-2000:]}")
-        return seconds
-
-    return measure
+        whole, output = _time([str(path)], Path(name))
+    if not re.search(rf"Ran {cases} tests?.*\n\nOK\s*$", output):
+        raise RuntimeError(f"{base} did not pass {cases} tests\n{output[-2000:]}")
+    return Cost([float(seconds) for seconds in re.findall(r"^\.?seconds ([\d.]+)$", output, re.MULTILINE)], whole)
 
 
 def _time(command: list[str], folder: Path) -> tuple[float, str]:
     paths = os.pathsep.join((str(ROOT / "fixtures"), str(folder)))
     began = time.monotonic()
     done = subprocess.run(
-        command,
+        [sys.executable, *command],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         text=True,
@@ -132,36 +153,24 @@ def _time(command: list[str], folder: Path) -> tuple[float, str]:
     return time.monotonic() - began, done.stdout
 
 
-def per_case(measure: Callable[[Path, int, int], float], few: int, many: int, world: int) -> tuple[float, float]:
-    """Seconds a further case costs, and seconds of what is paid once."""
-    with tempfile.TemporaryDirectory() as name:
-        short, long = (measure(Path(name), cases, world) for cases in (few, many))
-    each = (long - short) / (many - few)
-    return each, short - few * each
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.bench", description=__doc__.strip().splitlines()[0])
     parser.parse_args(arguments)
-    multi = theirs("MultiProcessTestCase", MULTI_PROCESS)
-    continuous = theirs("MultiProcContinuousTest", CONTINUOUS)
     rows = [
-        ("this fixture, fresh processes", 2, *per_case(ours, 10, 40, 2)),
-        ("MultiProcessTestCase, fresh processes", 2, *per_case(multi, 1, 4, 2)),
-        ("MultiProcContinuousTest, the same processes", 2, *per_case(continuous, 10, 40, 2)),
-        *((f"this fixture, {world} ranks", world, *per_case(ours, 4, 12, world)) for world in (4, 8)),
+        ("this fixture, fresh processes", 2, ours(10, 2)),
+        ("this fixture, fresh processes", 2, ours(40, 2)),
+        ("this fixture, fresh processes", 4, ours(10, 4)),
+        ("this fixture, fresh processes", 8, ours(10, 8)),
+        ("MultiProcContinuousTest, the same processes", 2, theirs("MultiProcContinuousTest", CONTINUOUS, 40, 2)),
+        ("MultiProcessTestCase, fresh processes", 2, theirs("MultiProcessTestCase", MULTI_PROCESS, 4, 2)),
     ]
-    base = rows[0][2]
-    print(f"one DDP backward over gloo:cpu, {len(os.sched_getaffinity(0))} cores, a further case and what is paid once")
-    print(f"{'':44} ranks   s/case   ratio  s once")
-    for name, world, each, once in rows:
-        print(f"{name:44} {world:5} {each:8.3f} {each / base:7.2f} {once:7.1f}")
-    print("growth with the number of cases, 2 ranks")
-    with tempfile.TemporaryDirectory() as folder:
-        for cases in (10, 40):
-            seconds = ours(Path(folder), cases, 2)
-            print(f"{cases:4} cases {seconds:7.2f} s in all, {seconds / cases:.3f} s a case")
-    print(f"MultiProcessTestCase costs {rows[1][2] / base:.0f} times as much a case as this fixture")
+    base = rows[1][2].median
+    print(f"one DDP backward over gloo:cpu on {len(os.sched_getaffinity(0))} cores")
+    print(f"{'':44} ranks  cases  s/case   ratio  s once")
+    for name, world, cost in rows:
+        ratio = cost.median / base
+        print(f"{name:44} {world:5} {len(cost.tests):6} {cost.median:7.3f} {ratio:7.2f} {cost.once:7.1f}")
+    print(f"MultiProcessTestCase costs {rows[-1][2].median / base:.0f} times as much a case as this fixture")
     return 0
 
 
