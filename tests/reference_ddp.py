@@ -194,7 +194,8 @@ class ReferenceDDP(nn.Module):
             self.rebuild()
         if self.broadcast_buffers and self.require_forward_param_sync:
             self.sync_buffers()
-        output = self.module(*args, **kwargs)
+        with torch.profiler.record_function("DistributedDataParallel.forward"):
+            output = self.module(*args, **kwargs)
         self.require_forward_param_sync = synchronized  # only what was trained together is brought together again
         if synchronized:
             self.expect_gradients(output)
@@ -237,6 +238,11 @@ class ReferenceDDP(nn.Module):
 
     def find_unused(self, output):
         """The trainable parameters that no tensor of the output depends on, found by walking the graph."""
+        with torch.profiler.record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
+            leaves = self.leaves_below(output)
+        return [index for index, parameter in enumerate(self.trainable) if id(parameter) not in leaves]
+
+    def leaves_below(self, output):
         nodes = [tensor.grad_fn or tensor for tensor in tensors_in(output) if tensor.requires_grad]
         leaves = {id(node) for node in nodes if isinstance(node, torch.Tensor)}
         nodes, seen = [node for node in nodes if not isinstance(node, torch.Tensor)], set()
@@ -245,8 +251,7 @@ class ReferenceDDP(nn.Module):
             if node not in seen:
                 seen.add(node)
                 nodes += [below for below, _ in node.next_functions if below is not None]
-        leaves |= {id(node.variable) for node in seen if hasattr(node, "variable")}
-        return [index for index, parameter in enumerate(self.trainable) if id(parameter) not in leaves]
+        return leaves | {id(node.variable) for node in seen if hasattr(node, "variable")}
 
     # Backward
 
