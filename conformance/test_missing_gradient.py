@@ -103,6 +103,7 @@ def test_the_message_names_the_parameters_at_a_debug_level(rank, level):
     level=MUST,
     source=NAMES,
     env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    world=1,  # a fresh interpreter each
     catalogue=("E02",),
     reports=("pytorch/pytorch#70667",),
 )
