@@ -23,7 +23,7 @@ SETTINGS = """\
 [pytest]
 addopts = --import-mode=importlib --strict-markers --strict-config
 xfail_strict = true
-timeout = 60
+timeout = 100
 """
 
 
@@ -97,7 +97,7 @@ class Running:
     record: Path
     junit: Path
 
-    def finish(self, within: float = 120) -> Run:
+    def finish(self, within: float = 300) -> Run:
         try:
             code = self.process.wait(within)
         finally:

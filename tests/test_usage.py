@@ -6,6 +6,8 @@ import pytest
 
 from tests.runs import Little
 
+pytestmark = pytest.mark.timeout(600)  # the runs of a module start together, on a machine that may be busy
+
 CASE = '''\
 """One case."""
 

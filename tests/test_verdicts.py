@@ -7,6 +7,8 @@ import pytest
 
 from tests.runs import Little
 
+pytestmark = pytest.mark.timeout(600)  # the runs of a module start together, on a machine that may be busy
+
 HEAD = '''\
 """Rows of the verdict table; the family is the verdict that its cases end with."""
 
