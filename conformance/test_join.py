@@ -167,8 +167,8 @@ def test_at_the_end_the_last_joiners_model_is_everyones(rank, last):
         with torch.no_grad():
             model.weight.fill_(rank.index + 1)
             model.b.fill_(rank.index + 10)
-    rank.law("the last joiner's parameters", model.weight.data, torch.full((1,), last + 1.0))
-    rank.law("the last joiner's buffers", model.b, torch.full((1,), last + 10.0))
+    rank.law("the last joiner's parameters", model.weight.data, torch.full((1,), last + 1.0, device=rank.device))
+    rank.law("the last joiner's buffers", model.b, torch.full((1,), last + 10.0, device=rank.device))
 
 
 @case(
@@ -189,7 +189,7 @@ def test_of_several_last_joiners_the_highest_rank_wins(rank, inputs):
             ddp(rank.batch(1)).backward()
         nn.init.constant_(model.weight, rank.index + 1)
     winner = max(r for r in range(3) if inputs[r] == 2)
-    rank.law("the highest of the last joiners", model.weight.data, torch.full((1, 1), winner + 1.0))
+    rank.law("the highest of the last joiners", model.weight.data, torch.full((1, 1), winner + 1.0, device=rank.device))
 
 
 @case(
@@ -212,8 +212,10 @@ def test_join_counts_within_its_process_group(rank):
             model.zero_grad(set_to_none=True)
             ddp(2 * torch.ones(1, device=rank.device)).backward()
         nn.init.constant_(model.weight, rank.index + 1)
-    rank.law("the last joiner's weight", model.weight.data, torch.full((1, 1), 2.0))
-    rank.law("divided by two", model.weight.grad, torch.full((1, 1), 1.0 if rank.index == 1 else 2.0))
+    rank.law("the last joiner's weight", model.weight.data, torch.full((1, 1), 2.0, device=rank.device))
+    rank.law(
+        "divided by two", model.weight.grad, torch.full((1, 1), 1.0 if rank.index == 1 else 2.0, device=rank.device)
+    )
 
 
 @case(
@@ -318,7 +320,9 @@ def test_disabled_it_adds_no_communication(rank, enable):
     if not enable:
         rank.law("four reductions and one bucket rebuild", in_loop, 6)
         rank.law("nothing at the end", rank.collectives() - before, in_loop)
-        rank.law("each rank keeps its model", model.weight.data, torch.full((1, 1), rank.index + 1.0))
+        rank.law(
+            "each rank keeps its model", model.weight.data, torch.full((1, 1), rank.index + 1.0, device=rank.device)
+        )
 
 
 @case(
@@ -480,7 +484,11 @@ def test_buffers_are_those_of_the_highest_active_rank(rank):
             ddp(rank.batch(1)).backward()
             seen.append(model.seen)
     sources = [max(r for r in range(3) if step < inputs[r]) for step in range(inputs[rank.index])]
-    rank.law("the highest active rank's", seen, [torch.full((1,), 10.0 * step + of) for step, of in enumerate(sources)])
+    rank.law(
+        "the highest active rank's",
+        seen,
+        [torch.full((1,), 10.0 * step + of, device=rank.device) for step, of in enumerate(sources)],
+    )
     rank.show("seen", seen)
 
 
@@ -572,8 +580,8 @@ def test_the_final_sync_leaves_out_buffers_that_are_not_synced(rank, option):
         with torch.no_grad():
             model.weight.fill_(rank.index + 1)
             model.b.fill_(rank.index + 10)
-    rank.law("the last joiner's parameters", model.weight.data, torch.full((1,), 1.0))
-    rank.law("the rank's own buffers", model.b, torch.full((1,), rank.index + 10.0))
+    rank.law("the last joiner's parameters", model.weight.data, torch.full((1,), 1.0, device=rank.device))
+    rank.law("the rank's own buffers", model.b, torch.full((1,), rank.index + 10.0, device=rank.device))
 
 
 @case(
@@ -599,7 +607,7 @@ def test_an_exception_in_the_body_passes_through(rank):
         caught = error.args
     rank.law("the exception passes through", caught, ("a batch is missing",))
     rank.law("nothing was communicated on the way out", rank.collectives(), before)
-    rank.law("each rank keeps its model", model.weight.data, torch.full((1, 1), rank.index + 1.0))
+    rank.law("each rank keeps its model", model.weight.data, torch.full((1, 1), rank.index + 1.0, device=rank.device))
 
 
 @case(
