@@ -147,7 +147,7 @@ def test_several_forwards_may_feed_one_backward(rank, options):
 
 @case(
     "second_backward.disjoint_forwards",
-    level=HAZARD,
+    level=OBSERVED,
     source="DistributedDataParallel",
     each={name: FLAGS[name] for name in ("default", "static_graph")},
     reports=("pytorch/pytorch#60844", "pytorch/pytorch#105723", "lucidrains/linformer-pytorch#23"),
