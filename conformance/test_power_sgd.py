@@ -228,6 +228,7 @@ def test_under_static_graph_the_first_iteration_may_not_count(rank):
     level=MUST,
     source=STATE + ".__setstate__",
     world=3,
+    of="torch",
     catalogue=("J08",),
     torch_tests=("distributed_test.py::_DistTestBase::test_ddp_hook_pickling_powerSGD",),
 )

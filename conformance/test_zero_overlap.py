@@ -9,6 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -18,6 +19,7 @@ HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
     level=MUST,
     source=f"{HOOKS}.ddp_zero_hook.hook_with_zero_step",
     world=1,
+    of="torch",
     lanes=("gloo:*",),
     catalogue=("J12",),
 )
@@ -25,7 +27,7 @@ def test_overlap_with_zero_is_refused_on_gloo(rank):
     """
     Both hooks that overlap a ZeroRedundancyOptimizer's step with backward are refused on gloo with RuntimeError, and for an optimizer that was not made for overlap with ValueError.
     """
-    ddp = rank.wrap(linear(2))
+    ddp = DistributedDataParallel(linear(2).to(rank.device))
     plain = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.5)
     overlapped = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.5)
     for name, modify in (("step", hook_with_zero_step), ("interleaved", hook_with_zero_step_interleaved)):
