@@ -26,6 +26,7 @@ OBJECTS = (
     "torch.nn.parallel:DistributedDataParallel._check_reducer_finalized",
     "torch.nn.parallel:DistributedDataParallel._update_process_group",
     "torch.nn.parallel:DistributedDataParallel._set_ddp_sink_clone",
+    "torch.nn.parallel.distributed:_MixedPrecision",
 )
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 HOOK_MODULES = (
