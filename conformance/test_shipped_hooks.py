@@ -244,8 +244,8 @@ def test_the_quantization_hooks_give_the_mean_within_a_step(rank, hook):
     """
     The quantization hooks give every rank the mean of the ranks' gradients, as near as 256 steps between the smallest and the largest allow.
 
-    Gradients 0 to 255 times r+1 are exact multiples of a rank's own step. Up to torch 2.13 the hooks read an all-gather's future as NCCL fills
-    it, and on gloo backward raises.
+    Gradients 0 to 255 times r+1 are exact multiples of a rank's own step. Where this is broken backward raises on gloo: there an
+    all-gather's future holds the gathered tensors, and the hooks look for them one list deeper.
     """
     model = linear(256)
     ddp = rank.wrap(model)
