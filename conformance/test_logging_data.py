@@ -173,8 +173,8 @@ def test_can_set_static_graph_is_never_true(rank):
     """
     The key `can_set_static_graph` never says True: it is absent while the graph has been static, and becomes 0 once it was not.
 
-    The documentation's test, `get("can_set_static_graph") == True`, is so never fulfilled: True is written only when the DDP is
-    destroyed. What works is `reducer._ddp_graph_static()`. The 0 is written once in a process: a second DDP does not get it.
+    The documentation's test, `get("can_set_static_graph") == True`, is so never fulfilled. What works is
+    `reducer._ddp_graph_static()`. The 0 is written once in a process: a second DDP does not get it.
     """
 
     def train(ddp, *uses):
