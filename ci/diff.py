@@ -27,11 +27,11 @@ from ci.cases import ROOT, all_cases
 
 RECORDS = ROOT / "conformance" / "records"
 KINDS = {
-    "breaks": "no longer conforms",
-    "mended": "conforms again",
-    "changed": "behaves differently",
-    "offered": "newly offered",
-    "gone": "no longer offered",
+    "breaks": "no longer conform",
+    "mended": "conform again",
+    "changed": "behave differently",
+    "offered": "are newly offered",
+    "gone": "are no longer offered",
 }
 ORDER = {MUST: 0, HAZARD: 1, OBSERVED: 2}
 
@@ -139,8 +139,7 @@ def report(difference: Difference) -> Iterator[str]:
     yield f"DistributedDataParallel from torch {difference.old} to {difference.new}"
     yield ""
     for kind, meaning in KINDS.items():
-        claims = {change.claim for change in by_kind[kind]}
-        yield f"  {len(claims):4} {'claim' if len(claims) == 1 else 'claims'} {meaning}"
+        yield f"  {len({change.claim for change in by_kind[kind]}):4} claims {meaning}"
     yield f"  {difference.same:4} cases the same"
     if difference.one_sided:
         yield (
@@ -150,36 +149,44 @@ def report(difference: Difference) -> Iterator[str]:
     for kind, meaning in KINDS.items():
         if not by_kind[kind]:
             continue
-        yield f"\n{meaning.capitalize()}\n{'-' * len(meaning)}"
+        yield f"\nClaims that {meaning}\n{'-' * (len(meaning) + 12)}"
         claims_seen: dict[str, list[Change]] = {}
         for change in by_kind[kind]:
             claims_seen.setdefault(change.claim, []).append(change)
         for claim, changes in claims_seen.items():
             yield f"\n{claim}  ({changes[0].level})"
             yield f"  {changes[0].sentence}"
+            told: dict[tuple[str, ...], list[Change]] = {}
             for change in changes:
-                yield from _lines(change, difference)
+                told.setdefault(tuple(_lines(change, difference)), []).append(change)
+            for lines, alike in told.items():
+                if where := ", ".join(filter(None, map(_where, alike))):
+                    yield f"  {where}"
+                yield from lines
+
+
+def _where(change: Change) -> str:
+    """Facet and lane, where they are not the only or the ordinary one."""
+    facet = change.id.partition("/")[2]
+    return " ".join(filter(None, (f"/{facet}" if facet else "", f"[{change.lane}]" * (change.lane != "gloo:cpu"))))
 
 
 def _lines(change: Change, difference: Difference) -> Iterator[str]:
-    facet = change.id.partition("/")[2]
-    where = " ".join(
-        filter(None, (f"/{facet}" if facet else "", f"[{change.lane}]" if change.lane != "gloo:cpu" else ""))
-    )
-    if where:
-        yield f"  {where}"
     width = max(len(difference.old), len(difference.new))
+    mended = change.kind in ("breaks", "mended")
     if change.kind in ("offered", "gone"):
-        yield f"    {change.why.get('old') or change.why.get('new')}"
-    else:
-        for name, sides in change.facts.items():
-            yield f"    {name}" + (f" (since {change.since[name]})" if name in change.since else "")
-            for label, value in ((difference.old, sides["old"]), (difference.new, sides["new"])):
-                for line in _value(value):
-                    yield f"      {label:{width}}  {line}"
-        for side, label in (("old", difference.old), ("new", difference.new)):
-            if change.why.get(side) and change.kind in ("breaks", "mended"):
-                yield f"    {label}: {change.why[side].splitlines()[0]}"
+        lacking = "old" if change.kind == "offered" else "new"
+        yield f"    {getattr(difference, lacking)}: {change.why.get(lacking)}"
+    for name, sides in change.facts.items():
+        if change.kind in ("offered", "gone") or (mended and (name in ("laws", "outcome") or None in sides.values())):
+            continue
+        yield f"    {name}" + (f" (since {change.since[name]})" if name in change.since else "")
+        for label, value in ((difference.old, sides["old"]), (difference.new, sides["new"])):
+            for line in _value(value):
+                yield f"      {label:{width}}  {line}"
+    for side, label in (("old", difference.old), ("new", difference.new)):
+        if mended and change.why.get(side):
+            yield f"    {label}: {change.why[side].splitlines()[0]}"
     for note in change.notes:
         yield f"    note: {note}"
     if change.older:
