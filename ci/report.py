@@ -46,12 +46,23 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         records = [record.read(path) for path in options.records or sorted(RECORDS.glob("*.jsonl.gz"))]
+        if not records:
+            raise record.RecordError(f"no record given, and none in {RECORDS}")
+        check_replaceable(options.output)
         write(table.build(records), options.output)
     except (record.RecordError, golden.GoldenError, ValueError) as error:
         print(f"ci.report: {error}", file=sys.stderr)
         return 2
     print(f"{options.output / 'index.html'}: {len(records)} records")
     return 0
+
+
+def check_replaceable(output: Path) -> None:
+    """Raise ValueError where writing the pages would remove what is none of ours."""
+    if output.name in ("", "..") or (output.exists() and not output.is_dir()):
+        raise ValueError(f"-o {output}: name a folder for the pages, which are put in place of what is there")
+    if output.is_dir() and any(output.iterdir()) and not (output / "matrix.json").is_file():
+        raise ValueError(f"-o {output}: the folder holds something else than these pages; name another, or empty it")
 
 
 def write(known: table.Table, output: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ci import claims, coverage, sources
+from ci import claims, coverage, report, sources
 from ci.cases import all_cases
 from ci.documentation import Sentence, split
 
@@ -74,3 +74,20 @@ def test_a_broken_map_is_one_clear_line(tmp_path, text, why):
     (tmp_path / "documented.toml").write_text(text)
     with pytest.raises(ValueError, match=why):
         coverage.load(tmp_path / "documented.toml")
+
+
+def test_pages_replace_nothing_but_pages(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "work").write_text("dear")
+    (tmp_path / "file").write_text("dear")
+    for output in (".", "..", "mine", "mine/..", "file"):
+        assert report.main(["-o", output]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"ci.report: -o {output}: ")
+        assert len(error.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine"]
+    assert (tmp_path / "mine" / "work").read_text() == "dear"
+    monkeypatch.setattr(report, "RECORDS", tmp_path)
+    assert report.main(["-o", "site"]) == 2
+    assert "no record given" in capsys.readouterr().err
