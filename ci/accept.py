@@ -59,10 +59,13 @@ def accept(records: list[record.Record], folder: Path) -> int:
             elif line["verdict"] in (*JUDGED, "not offered"):
                 families[family][name].append((each, line))
     measured = read_observed(folder)
+    for family in families:
+        golden.load(folder / f"{family}.toml")  # a broken file is refused before anything is written
+    if folder.exists() and not folder.is_dir():
+        raise golden.GoldenError(f"{folder}: not a folder")
     folder.mkdir(parents=True, exist_ok=True)
     for family, cases in sorted(families.items()):
         path = folder / f"{family}.toml"
-        golden.load(path)  # a broken file is refused before anything is written
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         document = tomlkit.parse(before)
         for name in sorted(cases, key=lambda name: cases[name][0][1]["test"]):
@@ -115,8 +118,11 @@ def read_observed(folder: Path) -> dict[str, set[Release]]:
     path = folder / "observed.toml"
     if not path.exists():
         return {}
-    tables = tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
-    return {lane: {golden.release(version) for version in versions} for lane, versions in tables.items()}
+    try:
+        tables = tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
+        return {lane: {golden.release(version) for version in versions} for lane, versions in tables.items()}
+    except (TypeError, ValueError) as error:
+        raise golden.GoldenError(f"{path}: no table of releases by lane: {error}") from error
 
 
 def _fold(

@@ -238,6 +238,22 @@ def test_a_golden_file_that_cannot_be_read_is_left_as_it_is(tmp_path, monkeypatc
     assert (tmp_path / "family.toml").read_text() == "[x\n"
 
 
+def test_nothing_is_written_when_one_of_the_files_cannot_be_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("CI", raising=False)
+    lines = [line("x", "gloo:cpu", {"one": "a"}), {**line("x", "gloo:cpu", {"one": "a"}), "id": "zebra.x"}]
+    records = save(tmp_path, whole("2.9.1", "gloo:cpu", lines))
+    for broken in ("zebra.toml", "observed.toml"):
+        folder = tmp_path / broken.partition(".")[0]
+        folder.mkdir()
+        (folder / broken).write_text("[x\n")
+        assert accept.main([*records, "--golden", str(folder)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        assert [path.name for path in folder.iterdir()] == [broken]
+    (tmp_path / "file").write_text("")
+    assert accept.main([*records, "--golden", str(tmp_path / "file")]) == 2
+    assert "file: not a folder" in capsys.readouterr().err
+
+
 def test_a_workflow_accepts_nothing_and_may_check(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CI", "true")
     records = save(tmp_path, whole("2.9.1", "gloo:cpu", [line("x", "gloo:cpu", {"one": "a"})]))
