@@ -66,6 +66,7 @@ REFUSED = {
     ("--lane=smoke:cpu", "-n2"): "ERROR: --lane smoke:cpu: this torch has no backend smoke, only gloo",
     ("--lane=gloo:npu",): "ERROR: --lane gloo:npu: this machine has no npu device that torch can use",
     ("--lane=twin:cpu", "--lane-import=no_such_module"): "No module named 'no_such_module'",
+    ("--lane-import=no_such_module",): "No module named 'no_such_module'",
     ("--subject=no_such_module:ddp",): "ERROR: --subject no_such_module:ddp: no_such_module does not import",
     ("--subject=torch.nn:NoSuchName",): "ERROR: --subject torch.nn:NoSuchName: torch.nn has no NoSuchName",
     ("--subject=torch", "-n2"): "ERROR: --subject torch: write package.module:name",
@@ -75,6 +76,13 @@ REFUSED = {
     ("--record=no/folder.jsonl",): "no/folder.jsonl: No such file or directory",
     ("--claim=family.plane",): "ERROR: no case matches --claim family.plane: see --list",
     ("--claim=family.plane", "-n2"): "ERROR: no case matches --claim family.plane: see --list",
+    ("--claim=family.plain", "--claim=family.plane"): "ERROR: no case matches --claim family.plane: see --list",
+    ("--claim=family.plain", "--claim=family.plane", "-n2"): "ERROR: no case matches --claim family.plane: see --list",
+    ("--claim=family.plain", "-k=zzz"): "ERROR: the other options leave no case of --claim family.plain",
+    ("--record=",): "the file exists: name another, or remove it",
+    ("--case-deadline=0",): "argument --case-deadline: '0' is no positive number of seconds",
+    ("--case-deadline=nan",): "argument --case-deadline: 'nan' is no positive number of seconds",
+    ("--golden=suite.jsonl",): "ERROR: --golden suite.jsonl: no such folder",
     ("--no-such-option",): "unrecognized arguments: --no-such-option",
 }
 
