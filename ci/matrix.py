@@ -24,6 +24,8 @@ from typing import Any
 
 from ddp_conformance import golden, record
 from ddp_conformance.record import Record, RecordError
+from ddp_conformance.subject import DEFAULT
+from packaging.version import InvalidVersion, Version
 
 from ci.cases import ROOT
 
@@ -47,7 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list_json:
         print(json.dumps({"torch": list(known["releases"])}))
         return 0
-    versions = options.versions.split(",") if options.versions else list(known["releases"])
+    versions = options.versions.split(",") if options.versions is not None else list(known["releases"])
+    for version in versions:
+        if wrong := refused(version, options.records, options.subject or DEFAULT, options.lane):
+            parser.error(wrong)
     extra = [f"--lane={lane}" for lane in options.lane] + ([f"--subject={options.subject}"] if options.subject else [])
     options.records.mkdir(parents=True, exist_ok=True)
     bad = 0
@@ -63,6 +68,22 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"no data: {error}")
             bad += 1
     return 1 if bad else 0
+
+
+def refused(version: str, records: Path, subject: str, lanes: Sequence[str]) -> str | None:
+    """Why a release cannot be measured into this folder: it is none, or what is on record there is of something else."""
+    try:
+        Version(version)
+    except InvalidVersion:
+        return f"--versions: {version!r} is no release of torch"
+    path = records / f"{version}.jsonl"
+    try:
+        run = record.read(path).run
+    except RecordError:
+        return None
+    if run["subject"] == subject and (not lanes or set(lanes) == set(run["lanes"])):
+        return None
+    return f"{path} is of {run['subject']} on {' '.join(run['lanes'])}: name another folder by --records"
 
 
 def measure(version: str, known: dict[str, Any], records: Path, extra: Sequence[str], *, keep: bool) -> Record:

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise record.RecordError(f"no record given, and none in {RECORDS}")
         check_replaceable(options.output)
         write(table.build(records), options.output)
-    except (record.RecordError, golden.GoldenError, ValueError) as error:
+    except (record.RecordError, golden.GoldenError, ValueError, OSError) as error:
         print(f"ci.report: {error}", file=sys.stderr)
         return 2
     print(f"{options.output / 'index.html'}: {len(records)} records")

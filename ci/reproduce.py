@@ -70,9 +70,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lane", default="gloo:cpu", metavar="BACKEND:DEVICE")
     options = parser.parse_args(arguments)
     try:
+        if not all(options.lane.rpartition(":")):
+            raise LookupError(f"--lane {options.lane}: write backend:device, such as gloo:cpu")
         case, facet = find(options.case)
         print(script(case, facet, options.lane, options.torch))
-    except (LookupError, record.RecordError, golden.GoldenError) as error:
+    except (LookupError, ValueError, record.RecordError, golden.GoldenError) as error:
         print(f"ci.reproduce: {error.args[0]}", file=sys.stderr)
         return 2
     return 0

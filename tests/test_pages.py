@@ -1,8 +1,10 @@
 """What is generated is fresh, and what a case rests on is there."""
 
+import json
+
 import pytest
 
-from ci import claims, coverage, report, sources
+from ci import claims, coverage, diff, matrix, report, reproduce, sources
 from ci.cases import all_cases
 from ci.documentation import Sentence, split
 
@@ -91,3 +93,37 @@ def test_pages_replace_nothing_but_pages(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "RECORDS", tmp_path)
     assert report.main(["-o", "site"]) == 2
     assert "no record given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "why"),
+    [
+        (diff, ["9.9.9", "9.9.9"], "9.9.9: neither a record nor a release on file"),
+        (report, ["none.jsonl", "-o", "/proc/none"], "none.jsonl: No such file"),
+        (report, ["-o", "/proc/none"], "No such file or directory: '/proc/none.new'"),
+        (reproduce, ["no.such"], "no case 'no.such': see pytest --list"),
+        (reproduce, ["no_sync.accumulates", "--torch", "new"], "Invalid version: 'new'"),
+        (reproduce, ["no_sync.accumulates", "--lane", "gloo"], "--lane gloo: write backend:device"),
+    ],
+)
+def test_a_command_that_cannot_answer_says_so_in_one_line(capsys, command, arguments, why):
+    assert command.main(arguments) == 2
+    said = capsys.readouterr()
+    assert why in said.err
+    assert len(said.err.splitlines()) == 1
+    assert not said.out
+
+
+def test_the_matrix_measures_releases_and_mixes_no_subjects(tmp_path, capsys):
+    run = {"line": "run", "format": 1, "subject": "mine:ddp", "torch": "2.4.1", "lanes": ["gloo:cpu"], "build": "cpu"}
+    end = {"line": "end", "selected": 0, "collected": 0, "judged": 0, "complete": True}
+    (tmp_path / "2.4.1.jsonl").write_text(f"{json.dumps(run)}\n{json.dumps(end)}\n")
+    for versions, why in (
+        ("", "'' is no release"),
+        ("2.4.1,new", "2.4.1.jsonl is of mine:ddp"),
+        ("new", "'new' is no"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            matrix.main(["--versions", versions, "--records", str(tmp_path)])
+        assert why in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["2.4.1.jsonl"]
