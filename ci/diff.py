@@ -122,7 +122,8 @@ def compare(old: Record, new: Record) -> Difference:
         for name in _differing(before[key], after[key]):
             sides = before[key]["facts"].get(name), after[key]["facts"].get(name)
             change.facts[name] = {"old": sides[0], "new": sides[1]}
-        change.why = {side: line["why"] for side, line in (("old", before[key]), ("new", after[key])) if line["why"]}
+        sides_told = (("old", before[key]), ("new", after[key]))
+        change.why = {side: line["why"] for side, line in sides_told if line["why"] and line["verdict"] != "changed"}
         if case and facet:
             _explain(change, case, case_id, lane, str(old.run["torch"]), str(new.run["torch"]))
             change.older = {before[key]["program"], after[key]["program"]} != {program_hash(case, facet)}

@@ -33,10 +33,14 @@ def of_row(row: Row, columns: Sequence[Column]) -> list[Picture]:
                     continue
                 ends = list(dict.fromkeys(columns[indices[index]].torch for index in (first, last)))
                 caption = f"{fact}, torch {' to '.join(ends)}, {lane}"
-                if LAYOUT.fullmatch(value) and "bucket" in fact:
-                    drawn.append(Picture(buckets(value, _bytes(cells[first].facts)), caption))
-                elif FIRING.fullmatch(value):
-                    drawn.append(Picture(firing(value), caption))
+                listed = value.removeprefix("[").removesuffix("]")
+                if LAYOUT.fullmatch(listed) and "bucket" in fact:
+                    drawn.append(Picture(buckets(listed, _bytes(cells[first].facts)), caption))
+                elif all(FIRING.fullmatch(line) for line in listed.split(", ")):
+                    drawn += [
+                        Picture(firing(line), f"{caption}, line {number}" if ", " in listed else caption)
+                        for number, line in enumerate(listed.split(", "), 1)
+                    ]
     return drawn
 
 
