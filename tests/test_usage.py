@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from ddp_conformance import record
 
 from tests.runs import Little
 
@@ -157,3 +158,14 @@ def test_a_golden_without_a_module_that_cannot_be_used_is_red_and_no_crash(tmp_p
     assert "orphan.toml: not a TOML file" in run.output
     assert "INTERNALERROR" not in run.output
     assert run.verdicts == {"family.plain": "holds"}
+
+
+def test_a_record_is_not_whole_where_a_module_does_not_import(tmp_path):
+    little = Little(tmp_path / "suite")
+    little.write("test_plain.py", CASE.format(claim="family.plain", name="plain", more=""))
+    little.write("golden/family.toml", "[plain]\nlaws = 1\n")
+    little.write("test_typo.py", "def test_typo(:\n")
+    run = little.run("-n2")
+    assert run.exit == FAILED, run.output
+    assert run.verdicts == {"family.plain": "holds"}
+    assert not record.read(run.record).whole_suite
