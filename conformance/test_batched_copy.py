@@ -2,22 +2,12 @@
 
 import torch
 from ddp_conformance import MUST, OBSERVED, case
-from ddp_conformance.models import Scalars
+from ddp_conformance.models import Quadratic, Scalars
 from ddp_conformance.rank import as_it_is
 from torch import nn
 
 DDP = "DistributedDataParallel"
 NEEDS = ("batched_grad_copy",)
-
-
-class Quadratic(Scalars):
-    """Two float64 scalars v and w; the output is (v*x)^2/2 + (w*x)^2/2."""
-
-    def __init__(self):
-        super().__init__("v", "w", dtype=torch.float64)
-
-    def forward(self, x):
-        return sum((getattr(self, name) * x).pow(2).sum() / 2 for name in self.names)
 
 
 def counted(ddp, x):

@@ -2,26 +2,7 @@
 
 import torch
 from ddp_conformance import HAZARD, OBSERVED, case
-from torch import nn
-
-
-class Holder(nn.Module):
-    """A scalar weight and the buffers given; `seen` holds what they were in the last forward."""
-
-    def __init__(self, **buffers: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        for name, value in buffers.items():
-            self.register_buffer(name, value)
-        self.seen: dict[str, torch.Tensor] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = {name: buffer.clone() for name, buffer in self.named_buffers()}
-        return (self.weight * x).sum()
-
-
-def filled(rank, value, dtype=torch.float32, size=1):
-    return torch.full((size,), value, device=rank.device).to(dtype)
+from ddp_conformance.models import WithBuffers
 
 
 @case(
@@ -34,7 +15,7 @@ def filled(rank, value, dtype=torch.float32, size=1):
 )
 def test_a_forward_under_no_grad_communicates_only_to_broadcast_buffers(rank, buffers):
     """A forward under no_grad communicates when it broadcasts buffers, and not at all in a module without buffers."""
-    ddp = rank.wrap(Holder(b=filled(rank, 0.0)) if buffers else Holder())
+    ddp = rank.wrap(WithBuffers(b=rank.tensor(0.0)) if buffers else WithBuffers())
     ddp(rank.batch(1)).backward()
     ddp(rank.batch(1)).backward()  # the bucket rebuild communicates too, and is now over
     before = rank.collectives()
@@ -57,7 +38,7 @@ def test_one_rank_that_evaluates_a_model_with_buffers_alone_waits_for_ever(rank,
 
     A hang takes 1 s to be seen.
     """
-    bare, model = rank.wrap(Holder()), Holder(b=filled(rank, 0.0))
+    bare, model = rank.wrap(WithBuffers()), WithBuffers(b=rank.tensor(0.0))
     ddp = rank.wrap(model)
     if rank.index == alone:
         with torch.no_grad():
@@ -78,7 +59,7 @@ def test_one_rank_that_evaluates_a_model_with_buffers_alone_waits_for_ever(rank,
 )
 def test_training_after_rank_0_evaluated_alone_dies(rank):
     """When rank 0 alone evaluates a model with buffers and training goes on, its broadcast meets another collective of its peer, which dies by SIGABRT on gloo."""
-    model = Holder(b=filled(rank, 0.0))
+    model = WithBuffers(b=rank.tensor(0.0))
     ddp = rank.wrap(model)
     ddp(rank.batch(1)).backward()
     with rank.may_wait():
@@ -97,7 +78,7 @@ def test_training_after_rank_0_evaluated_alone_dies(rank):
 )
 def test_how_often_a_broadcast_counts_as_a_change(rank):
     """How far one broadcast moves the version counter of the buffer, by which autograd notices changes in place."""
-    model = Holder(b=filled(rank, 0.0))
+    model = WithBuffers(b=rank.tensor(0.0))
     ddp = rank.wrap(model)
     before = model.b._version
     ddp(rank.batch(1))
@@ -118,16 +99,16 @@ def test_a_broadcast_overwrites_what_an_earlier_forward_saved(rank):
     times the old value on rank 0 and times the new one on rank 1. Taken by autograd.grad, which nothing reduces.
     """
 
-    class Scaled(Holder):
+    class Scaled(WithBuffers):
         def forward(self, x):
             return (self.weight * self.b * x).sum()
 
-    model = Scaled(b=filled(rank, 2.0))
+    model = Scaled(b=rank.tensor(2.0))
     ddp = rank.wrap(model)
     own = rank.batch(1)
     first = ddp(own)
     if rank.index == 0:
-        model.b = filled(rank, 5.0)
+        model.b = rank.tensor(5.0)
     ddp(own)
     try:
         (gradient,) = torch.autograd.grad(first, model.weight)
@@ -135,7 +116,7 @@ def test_a_broadcast_overwrites_what_an_earlier_forward_saved(rank):
     except RuntimeError as error:
         refused = "modified by an inplace operation" in str(error)
         rank.show("gradient_per_input", "refused: modified in place" if refused else "another error")
-    rank.law("the second forward brought rank 0's new buffer", model.b.detach(), filled(rank, 5.0))
+    rank.law("the second forward brought rank 0's new buffer", model.b.detach(), rank.tensor(5.0))
 
 
 @case(
@@ -151,11 +132,11 @@ def test_a_broadcast_overwrites_what_an_earlier_forward_saved(rank):
 def test_buffers_are_not_compared_at_construction(rank, richer):
     """Whether ranks have the same buffers is not verified: where rank 0 has fewer, the surplus keeps its own values; where it has more, gloo kills the peer by SIGABRT."""
     own = rank.index + 1.0
-    model = Holder(a=filled(rank, own), **({"b": filled(rank, own)} if rank.index == richer else {}))
+    model = WithBuffers(a=rank.tensor(own), **({"b": rank.tensor(own)} if rank.index == richer else {}))
     ddp = rank.wrap(model)
     for _ in range(2):
         model.a.fill_(own)
         ddp(rank.batch(1)).backward()
-        expected = {"a": filled(rank, 1.0)}
-        rank.law("rank 0's, and the surplus", model.seen, expected | ({"b": filled(rank, own)} if rank.index else {}))
+        expected = {"a": rank.tensor(1.0)}
+        rank.law("rank 0's, and the surplus", model.seen, expected | ({"b": rank.tensor(own)} if rank.index else {}))
     rank.show("seen", model.seen)

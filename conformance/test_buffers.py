@@ -5,27 +5,14 @@ import threading
 import torch
 import torch.distributed as dist
 from ddp_conformance import HAZARD, MUST, OBSERVED, case
+from ddp_conformance.models import WithBuffers
 from torch import nn
 
 TORCH = "distributed_test.py::DistributedTest._DistTestBase::"
 
 
-class Holder(nn.Module):
-    """A scalar weight and the buffers given; `seen` holds what they were in the last forward."""
-
-    def __init__(self, **buffers: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        for name, value in buffers.items():
-            self.register_buffer(name, value)
-        self.seen: dict[str, torch.Tensor] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = {name: buffer.clone() for name, buffer in self.named_buffers()}
-        return (self.weight * x).sum()
-
-
 def filled(rank, value, dtype=torch.float32, size=1):
+    """A 1-D tensor of equal elements of any dtype."""
     return torch.full((size,), value, device=rank.device).to(dtype)
 
 
@@ -46,13 +33,13 @@ def filled(rank, value, dtype=torch.float32, size=1):
 )
 def test_every_synced_forward_begins_with_rank_0s_buffers(rank, options):
     """A synchronized forward begins with rank 0's buffers on every rank, whatever each rank made of its own before."""
-    model = Holder(b=filled(rank, float(rank.index)))
+    model = WithBuffers(b=rank.tensor(float(rank.index)))
     ddp = rank.wrap(model, **options)
     for step in range(4):
         model.b.fill_(10 * step + rank.index + 1)
         ddp(rank.batch(1)).backward()
-        rank.law("forward sees rank 0's buffer", model.seen["b"], filled(rank, 10.0 * step + 1))
-        rank.law("and it stays after backward", model.b, filled(rank, 10.0 * step + 1))
+        rank.law("forward sees rank 0's buffer", model.seen["b"], rank.tensor(10.0 * step + 1))
+        rank.law("and it stays after backward", model.b, rank.tensor(10.0 * step + 1))
 
 
 @case(
@@ -66,7 +53,7 @@ def test_every_synced_forward_begins_with_rank_0s_buffers(rank, options):
 )
 def test_rank_0s_updates_win_over_those_of_other_ranks(rank):
     """What ranks write into a buffer during forward is replaced by what rank 0 wrote, at the next synchronized forward."""
-    model = Holder(total=filled(rank, 0.0))
+    model = WithBuffers(total=rank.tensor(0.0))
     ddp = rank.wrap(model)
     own = rank.batch(1)
     for step in range(4):
@@ -94,7 +81,7 @@ def test_float_integer_and_bool_buffers_are_broadcast(rank, dtype):
 
     What the backend cannot send is refused: gloo knows no int16, for one.
     """
-    model = Holder(b=filled(rank, rank.index, dtype, size=3))
+    model = WithBuffers(b=filled(rank, rank.index, dtype, size=3))
     ddp = rank.wrap(model)
     rank.law("at construction", model.b, filled(rank, 0, dtype, size=3))
     for step in (1, 0):
@@ -113,7 +100,7 @@ def test_float_integer_and_bool_buffers_are_broadcast(rank, dtype):
 )
 def test_complex_buffers_are_broadcast(rank, dtype):
     """Complex buffers are rank 0's at construction and at a synchronized forward, in both parts."""
-    model = Holder(b=filled(rank, complex(rank.index, 2), dtype))
+    model = WithBuffers(b=filled(rank, complex(rank.index, 2), dtype))
     ddp = rank.wrap(model)
     rank.law("at construction", model.b, filled(rank, complex(0, 2), dtype))
     model.b.fill_(complex(3, 4 + rank.index))
@@ -130,9 +117,9 @@ def test_complex_buffers_are_broadcast(rank, dtype):
 def test_all_buffers_of_all_submodules_are_broadcast(rank):
     """All buffers of all submodules are broadcast, non-persistent ones and several types side by side."""
     own = rank.index + 1
-    inner = Holder(whole=filled(rank, own, torch.int64), part=filled(rank, float(own), size=2))
+    inner = WithBuffers(whole=filled(rank, own, torch.int64), part=filled(rank, float(own), size=2))
     model = nn.Sequential(nn.Identity(), inner)
-    model[0].register_buffer("passing", filled(rank, float(own)), persistent=False)
+    model[0].register_buffer("passing", rank.tensor(float(own)), persistent=False)
     model[0].register_buffer("short", filled(rank, own, torch.int32))
     ddp = rank.wrap(model)
     for buffer in model.buffers():
@@ -145,7 +132,7 @@ def test_all_buffers_of_all_submodules_are_broadcast(rank):
         inner.seen,
         {"whole": filled(rank, 5, torch.int64), "part": filled(rank, 5.0, size=2)},
     )
-    rank.law("a non-persistent one", model[0].passing, filled(rank, 5.0))
+    rank.law("a non-persistent one", model[0].passing, rank.tensor(5.0))
     rank.law("a short integer", model[0].short, filled(rank, 5, torch.int32))
 
 
@@ -161,13 +148,13 @@ def test_in_a_sub_group_the_source_is_its_first_rank(rank):
     group = dist.new_group([1, 2])
     if rank.index == 0:
         return
-    model = Holder(b=filled(rank, float(rank.index)))
+    model = WithBuffers(b=rank.tensor(float(rank.index)))
     ddp = rank.wrap(model, process_group=group)
-    rank.law("at construction", model.b, filled(rank, 1.0))
+    rank.law("at construction", model.b, rank.tensor(1.0))
     for step in range(2):
         model.b.fill_(10 * step + rank.index)
         ddp(rank.batch(1)).backward()
-        rank.law("at forward", model.seen["b"], filled(rank, 10.0 * step + 1))
+        rank.law("at forward", model.seen["b"], rank.tensor(10.0 * step + 1))
 
 
 @case(
@@ -185,7 +172,7 @@ def test_switched_off_buffers_drift_apart(rank, option):
 
     The two differ at construction only: forward_sync_buffers=False still begins with rank 0's buffers.
     """
-    model = Holder(total=filled(rank, float(rank.index)))
+    model = WithBuffers(total=rank.tensor(float(rank.index)))
     ddp = rank.wrap(model, **{option: False})
     rank.show("after_construction", model.total)
     start = model.total.clone()
@@ -215,7 +202,7 @@ def test_switched_off_buffers_drift_apart(rank, option):
 )
 def test_broadcasting_buffers_does_not_touch_gradients(rank, broadcast):
     """Broadcasting buffers or not, gradients are the mean over ranks: it changes buffer values and nothing else."""
-    model = Holder(b=filled(rank, float(rank.index)))
+    model = WithBuffers(b=rank.tensor(float(rank.index)))
     ddp = rank.wrap(model, broadcast_buffers=broadcast)
     for step in range(4):
         model.b += rank.index
@@ -239,14 +226,14 @@ def test_the_forward_after_an_unsynced_one_does_not_broadcast(rank, no_sync):
     The decision is taken by the forward before: the first forward under no_grad or no_sync still broadcasts, a second
     does not, and the first training forward after a validation pass runs on each rank's own buffers.
     """
-    model = Holder(b=filled(rank, 0.0))
+    model = WithBuffers(b=rank.tensor(0.0))
     ddp = rank.wrap(model)
 
     def forward(name, of):
         model.b.fill_(rank.index + 5)
         out = ddp(rank.batch(1))
         rank.show(name, model.seen["b"])
-        rank.law(f"{name} sees {'rank 0' if of == 0 else 'its own'}", model.seen["b"], filled(rank, of + 5.0))
+        rank.law(f"{name} sees {'rank 0' if of == 0 else 'its own'}", model.seen["b"], rank.tensor(of + 5.0))
         return out
 
     forward("training", of=0).backward()
@@ -267,12 +254,12 @@ def test_the_forward_after_an_unsynced_one_does_not_broadcast(rank, no_sync):
 )
 def test_reassigned_buffers_are_broadcast(rank):
     """A buffer that was assigned anew after wrapping is the one broadcast."""
-    model = Holder(b=filled(rank, 0.0))
+    model = WithBuffers(b=rank.tensor(0.0))
     ddp = rank.wrap(model)
     for step in range(4):
-        model.b = filled(rank, 10.0 * step + rank.index)
+        model.b = rank.tensor(10.0 * step + rank.index)
         ddp(rank.batch(1)).backward()
-        rank.law("rank 0's new tensor", model.seen["b"], filled(rank, 10.0 * step))
+        rank.law("rank 0's new tensor", model.seen["b"], rank.tensor(10.0 * step))
 
 
 @case(
@@ -283,11 +270,11 @@ def test_reassigned_buffers_are_broadcast(rank):
 )
 def test_buffers_registered_after_wrapping_are_broadcast_with_the_others(rank):
     """A buffer registered after wrapping is broadcast with the others, by a module that had a buffer when it was wrapped."""
-    model = Holder(b=filled(rank, 0.0))
+    model = WithBuffers(b=rank.tensor(0.0))
     ddp = rank.wrap(model)
-    model.register_buffer("late", filled(rank, float(rank.index + 3)))
+    model.register_buffer("late", rank.tensor(float(rank.index + 3)))
     ddp(rank.batch(1)).backward()
-    rank.law("forward sees rank 0's", model.seen["late"], filled(rank, 3.0))
+    rank.law("forward sees rank 0's", model.seen["late"], rank.tensor(3.0))
 
 
 @case(
@@ -298,12 +285,12 @@ def test_buffers_registered_after_wrapping_are_broadcast_with_the_others(rank):
 )
 def test_the_first_buffer_of_a_module_wrapped_without_any_is_never_broadcast(rank):
     """A module that was wrapped without a buffer never broadcasts one registered later: each rank keeps its own, without an error."""
-    model = Holder()
+    model = WithBuffers()
     ddp = rank.wrap(model)
-    model.register_buffer("late", filled(rank, float(rank.index + 3)))
+    model.register_buffer("late", rank.tensor(float(rank.index + 3)))
     for _ in range(4):
         ddp(rank.batch(1)).backward()
-        rank.law("each rank sees its own", model.seen["late"], filled(rank, rank.index + 3.0))
+        rank.law("each rank sees its own", model.seen["late"], rank.tensor(rank.index + 3.0))
 
 
 @case(
@@ -314,13 +301,13 @@ def test_the_first_buffer_of_a_module_wrapped_without_any_is_never_broadcast(ran
 )
 def test_eval_mode_does_not_stop_the_broadcast(rank):
     """Switching the module to eval() does not stop the broadcast."""
-    model = Holder(b=filled(rank, 0.0))
+    model = WithBuffers(b=rank.tensor(0.0))
     ddp = rank.wrap(model)
     ddp.eval()
     for step in range(2):
         model.b.fill_(10 * step + rank.index)
         ddp(rank.batch(1)).backward()
-        rank.law("forward sees rank 0's", model.seen["b"], filled(rank, 10.0 * step))
+        rank.law("forward sees rank 0's", model.seen["b"], rank.tensor(10.0 * step))
 
 
 @case(
@@ -336,7 +323,7 @@ def test_eval_mode_does_not_stop_the_broadcast(rank):
 )
 def test_a_buffer_hook_runs_before_or_after_forward(rank, place):
     """A buffer hook runs instead of the broadcast, with the buffers by name: before forward or, by default, after it."""
-    model = Holder(b=filled(rank, float(rank.index)))
+    model = WithBuffers(b=rank.tensor(float(rank.index)))
     ddp = rank.wrap(model)
     names = []
 
@@ -352,8 +339,8 @@ def test_a_buffer_hook_runs_before_or_after_forward(rank, place):
     for step in range(2):
         model.b.fill_(step + rank.index)
         out = ddp(rank.batch(1))
-        whole = filled(rank, 3.0 * step + 3)
-        seen = whole if place == "PRE_FORWARD" else filled(rank, float(step + rank.index))
+        whole = rank.tensor(3.0 * step + 3)
+        seen = whole if place == "PRE_FORWARD" else rank.tensor(float(step + rank.index))
         rank.law("forward sees the sum, or its own", model.seen["b"], seen.clone())
         rank.law("after forward the sum is there", model.b, whole)
         out.backward()
@@ -370,7 +357,7 @@ def test_a_buffer_hook_runs_before_or_after_forward(rank, place):
 )
 def test_backward_waits_for_the_futures_of_a_buffer_hook(rank):
     """Futures that a buffer hook returns are awaited before backward returns."""
-    model = Holder(b=filled(rank, float(rank.index)))
+    model = WithBuffers(b=rank.tensor(float(rank.index)))
     ddp = rank.wrap(model)
     done = []
 
@@ -401,14 +388,14 @@ def test_backward_waits_for_the_futures_of_a_buffer_hook(rank):
 )
 def test_a_buffer_hook_that_does_nothing_leaves_buffers_alone(rank):
     """With a buffer hook there is no broadcast: one that does nothing leaves every rank its own buffers."""
-    model = Holder(b=filled(rank, 0.0))
+    model = WithBuffers(b=rank.tensor(0.0))
     ddp = rank.wrap(model)
     ddp._register_buffer_comm_hook(None, lambda state, buffers: None)
     for step in range(4):
         model.b.fill_(step + rank.index)
         ddp(rank.batch(1)).backward()
-        rank.law("forward sees the rank's own", model.seen["b"], filled(rank, float(step + rank.index)))
-        rank.law("which stays after backward", model.b, filled(rank, float(step + rank.index)))
+        rank.law("forward sees the rank's own", model.seen["b"], rank.tensor(float(step + rank.index)))
+        rank.law("which stays after backward", model.b, rank.tensor(float(step + rank.index)))
 
 
 @case(
@@ -421,7 +408,7 @@ def test_a_buffer_hook_that_does_nothing_leaves_buffers_alone(rank):
 )
 def test_will_sync_module_buffers_foretells_the_next_forward(rank):
     """will_sync_module_buffers() is true when the next forward will broadcast: there are buffers, it is not switched off, and the forward before was synced."""
-    ddp = rank.wrap(Holder(b=filled(rank, 0.0)))
+    ddp = rank.wrap(WithBuffers(b=rank.tensor(0.0)))
 
     def foretold():
         told = ddp.will_sync_module_buffers()
@@ -434,8 +421,8 @@ def test_will_sync_module_buffers_foretells_the_next_forward(rank):
     rank.law("after a forward under no_grad", foretold(), [False, 0])
     ddp(rank.batch(1)).backward()
     rank.law("after a synced one", ddp.will_sync_module_buffers(), True)
-    rank.law("without buffers", rank.wrap(Holder()).will_sync_module_buffers(), False)
-    off = rank.wrap(Holder(b=filled(rank, 0.0)), broadcast_buffers=False)
+    rank.law("without buffers", rank.wrap(WithBuffers()).will_sync_module_buffers(), False)
+    off = rank.wrap(WithBuffers(b=rank.tensor(0.0)), broadcast_buffers=False)
     rank.law("switched off", off.will_sync_module_buffers(), False)
 
 
@@ -460,11 +447,11 @@ def test_two_forwards_and_one_backward_work_with_buffers(rank, batch_norm):
     Where the broadcast counted as a change of the buffer, backward refused: a buffer it needed had been modified.
     """
 
-    class Scaled(Holder):
+    class Scaled(WithBuffers):
         def forward(self, x):
             return super().forward(x) * self.b
 
-    model = nn.BatchNorm1d(1, affine=True) if batch_norm else Scaled(b=filled(rank, 2.0))
+    model = nn.BatchNorm1d(1, affine=True) if batch_norm else Scaled(b=rank.tensor(2.0))
     ddp = rank.wrap(model)
     rows = torch.tensor([[-1.0], [1.0]], device=rank.device)
     loss = ddp(rows).sum() * (rank.index + 1) + ddp(rows + 4).sum() * (rank.index + 1)
@@ -474,9 +461,9 @@ def test_two_forwards_and_one_backward_work_with_buffers(rank, batch_norm):
         rank.law("backward is not refused", str(error), "")
         return
     if batch_norm:
-        rank.law("the bias gets the mean of twice the batch", model.bias.grad, filled(rank, 6.0))
+        rank.law("the bias gets the mean of twice the batch", model.bias.grad, rank.tensor(6.0))
     else:
-        rank.law("the weight gets the mean of both", model.weight.grad, filled(rank, 24.0))
+        rank.law("the weight gets the mean of both", model.weight.grad, rank.tensor(24.0))
 
 
 @case(

@@ -6,7 +6,7 @@ from collections import namedtuple
 import torch
 import torch.distributed as dist
 from ddp_conformance import HAZARD, MUST, OBSERVED, case
-from ddp_conformance.models import Buffered, Scalars, linear
+from ddp_conformance.models import Buffered, Opaque, Scalars, linear
 
 DELAY = 0.15
 """Seconds by which one rank is late, so that a rank which does not wait for it is seen not to."""
@@ -187,11 +187,6 @@ def test_the_profiler_names_what_ddp_does(rank, options):
 
 
 Pair = namedtuple("Pair", ("one", "two"))
-
-
-class Opaque:
-    def __init__(self, tensor):
-        self.tensor = tensor
 
 
 @case(

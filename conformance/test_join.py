@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from ddp_conformance import HAZARD, MUST, OBSERVED, case
-from ddp_conformance.models import Scalars, linear
+from ddp_conformance.models import Scalars, WithBuffers, linear
 from torch import nn
 
 TORCH = "distributed_test.py::DistributedTest._DistTestBase::"
@@ -14,25 +14,6 @@ OPTIONS = {
     "static_graph": {"static_graph": True},
     "tiny_buckets": {"bucket_cap_mb": 1e-6},
 }
-
-
-class Holder(nn.Module):
-    """A scalar weight and a buffer; `seen` is what the buffer was in the last forward."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.register_buffer("b", torch.tensor([value]))
-        self.seen = torch.zeros(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = self.b.clone()
-        return (self.weight * x).sum()
-
-
-def active_sum(rank, step, inputs):
-    """The sum of the inputs of the ranks that have more than `step` of them."""
-    return sum(rank.batch(1, of=r)[0] for r in range(rank.world_size) if step < inputs(r))
 
 
 @case(
@@ -56,7 +37,7 @@ def test_ranks_without_inputs_contribute_zero(rank, options):
             model.zero_grad(set_to_none=True)
             ddp(rank.batch(1)).backward()
             gradients.append([model.a.grad.clone(), model.b.grad.clone()])
-    expected = [active_sum(rank, step, lambda r: 2 * r) / 3 for step in range(2 * rank.index)]
+    expected = [rank.active_sum(step, lambda r: 2 * r) / 3 for step in range(2 * rank.index)]
     rank.law("the sum over active ranks, divided by all", gradients, [[each, each.clone()] for each in expected])
     rank.show("gradients", [a for a, b in gradients])
 
@@ -83,7 +64,7 @@ def test_the_divisor_is_the_initial_or_the_remaining_world(rank, initial):
             ddp(rank.batch(1)).backward()
             gradients.append(model.a.grad.clone())
     divisors = [3] * 4 if initial else [3, 3, 2, 1]
-    expected = [active_sum(rank, step, lambda r: r + 2) / divisors[step] for step in range(rank.index + 2)]
+    expected = [rank.active_sum(step, lambda r: r + 2) / divisors[step] for step in range(rank.index + 2)]
     rank.law("the sum over active ranks, divided", gradients, expected)
     rank.show("gradients", gradients)
 
@@ -156,7 +137,7 @@ def test_uneven_training_equals_one_process(rank, options):
 )
 def test_at_the_end_the_last_joiners_model_is_everyones(rank, last):
     """When all ranks have joined, every rank gets the parameters and buffers of the one that joined last."""
-    model = Holder(0.0)
+    model = WithBuffers(b=torch.zeros(1))
     ddp = rank.wrap(model)
     with ddp.join():
         for _ in range(3 if rank.index == last else 1):
@@ -340,7 +321,7 @@ def test_skipped_reductions_are_shadowed_too(rank):
             ddp(own).backward()
             gradients.append(model.a.grad.clone())
     rank.law("inside no_sync the rank's own", gradients[::2], [own[0].clone() for _ in range(rank.index + 1)])
-    reduced = [2 * active_sum(rank, step, lambda r: r + 1) / 3 for step in range(rank.index + 1)]
+    reduced = [2 * rank.active_sum(step, lambda r: r + 1) / 3 for step in range(rank.index + 1)]
     rank.law("after it the accumulated sum of the active ranks, divided by all", gradients[1::2], reduced)
 
 
@@ -362,7 +343,7 @@ def test_unused_parameters_stay_without_gradient(rank, options):
         for step in range(rank.index + 2):
             model.zero_grad(set_to_none=True)
             ddp(rank.batch(1), use="a").backward()
-            rank.law("a is reduced", model.a.grad, active_sum(rank, step, lambda r: r + 2) / 3)
+            rank.law("a is reduced", model.a.grad, rank.active_sum(step, lambda r: r + 2) / 3)
             rank.law("b has no gradient", model.b.grad, None)
 
 
@@ -399,7 +380,7 @@ def test_a_joined_rank_keeps_its_last_gradient(rank, options):
 )
 def test_the_final_sync_leaves_out_buffers_that_are_not_synced(rank, option):
     """With broadcast_buffers=False, or forward_sync_buffers=False, the final sync of join() brings the last joiner's parameters and leaves buffers alone."""
-    model = Holder(0.0)
+    model = WithBuffers(b=torch.zeros(1))
     ddp = rank.wrap(model, **{option: False})
     with ddp.join():
         for _ in range(2 - rank.index):
@@ -475,7 +456,7 @@ def test_one_context_joins_two_modules(rank):
             for ddp in pair:
                 ddp.zero_grad(set_to_none=True)
                 ddp(rank.batch(1)).backward()
-            expected = active_sum(rank, step, lambda r: r + 1) / 3
+            expected = rank.active_sum(step, lambda r: r + 1) / 3
             rank.law("the first module's", first.a.grad, expected)
             rank.law("the second module's", second.a.grad, expected.clone())
 

@@ -5,30 +5,11 @@ import warnings
 import torch
 import torch.distributed as dist
 from ddp_conformance import HAZARD, OBSERVED, case
-from ddp_conformance.models import Scalars, linear
+from ddp_conformance.models import Scalars, WithBuffers, linear
 from ddp_conformance.rank import mean_all_reduce
 from torch import nn
 
 TORCH = "distributed_test.py::DistributedTest._DistTestBase::"
-
-
-class Holder(nn.Module):
-    """A scalar weight and a buffer; `seen` is what the buffer was in the last forward."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.register_buffer("b", torch.tensor([value]))
-        self.seen = torch.zeros(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = self.b.clone()
-        return (self.weight * x).sum()
-
-
-def active_sum(rank, step, inputs):
-    """The sum of the inputs of the ranks that have more than `step` of them."""
-    return sum(rank.batch(1, of=r)[0] for r in range(rank.world_size) if step < inputs(r))
 
 
 @case(
@@ -116,14 +97,14 @@ def test_with_a_hook_the_divisor_is_the_hooks(rank):
 )
 def test_buffers_are_those_of_the_highest_active_rank(rank):
     """Under join() a forward begins with the buffers of the highest rank that still has inputs, from the first one on: that they are always rank 0's is false here."""
-    model = Holder(0.0)
+    model = WithBuffers(b=torch.zeros(1))
     ddp = rank.wrap(model)
     inputs, seen = (4, 3, 1), []
     with ddp.join():
         for step in range(inputs[rank.index]):
             model.b.fill_(10 * step + rank.index)
             ddp(rank.batch(1)).backward()
-            seen.append(model.seen)
+            seen.append(model.seen["b"])
     sources = [max(r for r in range(3) if step < inputs[r]) for step in range(inputs[rank.index])]
     rank.law(
         "the highest active rank's",
@@ -142,14 +123,14 @@ def test_buffers_are_those_of_the_highest_active_rank(rank):
 )
 def test_what_join_switched_on_stays_on(rank):
     """Leaving join() does not switch it off: later forwards still announce themselves, and still take buffers from the highest rank; join(enable=False) ends that."""
-    model = Holder(0.0)
+    model = WithBuffers(b=torch.zeros(1))
     ddp = rank.wrap(model)
 
     def forward():
         before = rank.collectives()
         model.b.fill_(rank.index + 5)
         ddp(rank.batch(1)).backward()
-        return rank.collectives() - before, model.seen.item()
+        return rank.collectives() - before, model.seen["b"].item()
 
     for _ in range(3):
         forward()
@@ -185,7 +166,7 @@ def test_a_buffer_hook_is_not_shadowed(rank, place):
 
     Joined rank 0 takes part in the second call with the sum that the first one left there.
     """
-    model = Holder(0.0)
+    model = WithBuffers(b=torch.zeros(1))
     ddp = rank.wrap(model)
     called = []
 
@@ -264,7 +245,7 @@ def test_only_the_first_module_of_a_context_divides_by_the_remaining_world(rank)
             for ddp in pair:
                 ddp.zero_grad(set_to_none=True)
                 ddp(rank.batch(1)).backward()
-            total = active_sum(rank, step, lambda r: r + 1)
+            total = rank.active_sum(step, lambda r: r + 1)
             rank.law("the first module's, divided by those that remain", first.a.grad, total / (3 - step))
             rank.law("the second module's, divided by all", second.a.grad, total / 3)
 
@@ -290,5 +271,5 @@ def test_static_graph_hangs_where_a_rank_has_no_input_at_all(rank, inputs):
         for step in range(4 if rank.index else inputs):
             model.zero_grad(set_to_none=True)
             ddp(rank.batch(1)).backward()
-            total = active_sum(rank, step, lambda r: 4 if r else inputs)
+            total = rank.active_sum(step, lambda r: 4 if r else inputs)
             rank.law("the sum over active ranks, divided by all", model.a.grad, total / 2)

@@ -5,8 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 from ddp_conformance import HAZARD, MUST, OBSERVED, case
-from ddp_conformance.models import Scalars
-from torch import nn
+from ddp_conformance.models import Scalars, TwoHeads
 
 ASSERTS = "include/torch/csrc/distributed/c10d/reducer.hpp: Asserts that the reduction for the previous iteration"
 NAMES = "include/torch/csrc/distributed/c10d/reducer.hpp: parameter names that have not been marked as ready"
@@ -28,18 +27,6 @@ def one_bucket_each():
     """The options that put each parameter in a bucket of its own once buckets are rebuilt, on every release."""
     dist._DEFAULT_FIRST_BUCKET_BYTES = 1  # some releases use it for the first bucket whatever the cap
     return {"bucket_cap_mb": 1e-6}
-
-
-class TwoHeads(nn.Module):
-    """Two scalar parameters with an output of each."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(1))
-        self.b = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return self.a * x, self.b * x
 
 
 @case(

@@ -7,11 +7,10 @@ import warnings
 
 import torch
 from ddp_conformance import HAZARD, MUST, OBSERVED, case
-from ddp_conformance.models import Scalars
+from ddp_conformance.models import Scalars, TwoHeads, descend
+from ddp_conformance.rank import mean_gradient
 from torch import nn
 
-RATE = 1 / 64
-"""Dyadic, so that four steps on a quadratic loss stay exact in float64."""
 DOCUMENTED = "DistributedDataParallel"
 SETTER = "DistributedDataParallel._set_static_graph"
 CHANGED = "Your training graph has changed in this iteration"
@@ -19,43 +18,6 @@ MISSING = "Expected to have finished reduction in the prior iteration"
 SINK = "nn/parallel/distributed.py: # Enqueue delay allreduce for static graph training on the first"
 WHOLE = {"weights_only": False} if "weights_only" in inspect.signature(torch.load).parameters else {}
 COPIED = ("pytorch/pytorch#112277",)
-
-
-def own(rank, of=None):
-    """A single number, W*(r+1) on rank r of W."""
-    return rank.batch(1, of=of, dtype=torch.float64)
-
-
-def mean_gradient(rank, model, name, used):
-    """The mean over ranks of d/d`name` of half the squared output, where rank r uses the parameters `used(r)`."""
-    weights = dict(model.named_parameters())
-    total = torch.zeros(1, dtype=torch.float64, device=rank.device)
-    for r in range(rank.world_size):
-        if name in used(r):
-            x = own(rank, of=r).sum()
-            total += sum(weights[each].detach() for each in used(r)) * x * x
-    return total / rank.world_size
-
-
-def step(model):
-    """One step of gradient descent; a parameter without gradient stays."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter -= RATE * parameter.grad
-    model.zero_grad(set_to_none=True)
-
-
-class TwoHeads(nn.Module):
-    """Two scalar parameters with an output of each."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(1))
-        self.b = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return self.a * x, self.b * x
 
 
 class TwoTypes(nn.Module):
@@ -77,9 +39,9 @@ def test_four_steps_give_the_means_of_a_single_process(rank):
     ddp = rank.wrap(model, static_graph=True)
     for _ in range(4):
         expected = [mean_gradient(rank, model, name, lambda r: "ab") for name in "ab"]
-        (ddp(own(rank)) ** 2 / 2).backward()
+        (ddp(rank.batch(1, dtype=torch.float64)) ** 2 / 2).backward()
         rank.law("every gradient is the mean", [model.a.grad, model.b.grad], expected)
-        step(model)
+        descend(model)
     rank.show("weights", list(model.parameters()))
 
 
@@ -97,10 +59,10 @@ def test_a_parameter_may_stay_unused_in_every_iteration(rank):
     ddp = rank.wrap(model, static_graph=True)
     for _ in range(4):
         expected = mean_gradient(rank, model, "a", lambda r: "a")
-        (ddp(own(rank), use="a") ** 2 / 2).backward()
+        (ddp(rank.batch(1, dtype=torch.float64), use="a") ** 2 / 2).backward()
         rank.law("the used parameter gets the mean", model.a.grad, expected)
         rank.law("the unused gradient is None", model.b.grad, None)
-        step(model)
+        descend(model)
     rank.show("weights", list(model.parameters()))
 
 
@@ -123,9 +85,9 @@ def test_each_rank_may_use_its_own_set_in_every_iteration(rank):
 
     for _ in range(4):
         expected = [mean_gradient(rank, model, name, used) if name in used(0) else None for name in "abc"]
-        (ddp(own(rank), use=used(rank.index)) ** 2 / 2).backward()
+        (ddp(rank.batch(1, dtype=torch.float64), use=used(rank.index)) ** 2 / 2).backward()
         rank.law("gradients are means with zeros", [model.a.grad, model.b.grad, model.c.grad], expected)
-        step(model)
+        descend(model)
     rank.show("weights", list(model.parameters()))
 
 

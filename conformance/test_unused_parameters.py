@@ -2,11 +2,9 @@
 
 import torch
 from ddp_conformance import MUST, OBSERVED, case
-from ddp_conformance.models import Scalars
-from torch import nn
+from ddp_conformance.models import Scalars, TwoHeads, descend
+from ddp_conformance.rank import mean_gradient
 
-RATE = 1 / 64
-"""Dyadic, so that four steps on a quadratic loss stay exact in float64."""
 USED_MAP = "include/torch/csrc/distributed/c10d/reducer.hpp: figuring out the globally unused parameters"
 UNTOUCHED = "nn/parallel/distributed.py: param.grad field is not touched"
 
@@ -15,43 +13,6 @@ def scalars(rank, *names, **ddp_options):
     """Scalars in float64 and the same wrapped, with find_unused_parameters unless told otherwise."""
     model = Scalars(*names, dtype=torch.float64)
     return model, rank.wrap(model, **{"find_unused_parameters": True, **ddp_options})
-
-
-def own(rank, of=None):
-    """A single number, W*(r+1) on rank r of W."""
-    return rank.batch(1, of=of, dtype=torch.float64)
-
-
-def mean_gradient(rank, model, name, used):
-    """The mean over ranks of d/d`name` of half the squared output, where rank r uses the parameters `used(r)`."""
-    weights = dict(model.named_parameters())
-    total = torch.zeros(1, dtype=torch.float64, device=rank.device)
-    for r in range(rank.world_size):
-        if name in used(r):
-            x = own(rank, of=r).sum()
-            total += sum(weights[each].detach() for each in used(r)) * x * x
-    return total / rank.world_size
-
-
-def step(model):
-    """One step of gradient descent; a parameter without gradient stays."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter -= RATE * parameter.grad
-    model.zero_grad(set_to_none=True)
-
-
-class TwoHeads(nn.Module):
-    """Two scalar parameters with an output of each."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(1))
-        self.b = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return self.a * x, self.b * x
 
 
 @case(
@@ -67,9 +28,9 @@ def test_training_proceeds_with_a_parameter_outside_the_graph(rank):
     model, ddp = scalars(rank, "a", "b")
     for _ in range(4):
         expected = mean_gradient(rank, model, "a", lambda r: ("a",))
-        (ddp(own(rank), use="a") ** 2 / 2).backward()
+        (ddp(rank.batch(1, dtype=torch.float64), use="a") ** 2 / 2).backward()
         rank.law("the used parameter gets the mean", model.a.grad, expected)
-        step(model)
+        descend(model)
     rank.show("used", model.a)
     rank.show("unused", model.b)
 
@@ -90,10 +51,10 @@ def test_the_used_set_may_change_by_rank_and_by_iteration(rank):
             return [name for place, name in enumerate("abc") if (place + r + iteration) % 3]
 
         expected = [mean_gradient(rank, model, name, used) for name in "abc"]
-        (ddp(own(rank), use=tuple(used(rank.index))) ** 2 / 2).backward()
+        (ddp(rank.batch(1, dtype=torch.float64), use=tuple(used(rank.index))) ** 2 / 2).backward()
         rank.law("each gradient is the mean over all ranks", [model.a.grad, model.b.grad, model.c.grad], expected)
         rank.law("what no rank ever used has no gradient", model.d.grad, None)
-        step(model)
+        descend(model)
     rank.show("weights", list(model.parameters()))
 
 
@@ -118,10 +79,10 @@ def test_two_networks_in_one_ddp_may_train_in_turns(rank):
     for iteration in range(4):
         mine, other = model.names if iteration % 2 else reversed(model.names)
         expected = mean_gradient(rank, model, mine, lambda r, mine=mine: (mine,))
-        (ddp(own(rank), use=mine) ** 2 / 2).backward()
+        (ddp(rank.batch(1, dtype=torch.float64), use=mine) ** 2 / 2).backward()
         rank.law("the network whose turn it is gets the mean", getattr(model, mine).grad, expected)
         rank.law("the other network has no gradient", getattr(model, other).grad, None)
-        step(model)
+        descend(model)
     rank.show("weights", list(model.parameters()))
 
 
@@ -142,7 +103,7 @@ def test_a_parameter_that_no_rank_uses_keeps_no_gradient(rank):
     """
     model, ddp = scalars(rank, "a", "b")
     for _ in range(3):
-        ddp(own(rank), use="a").backward()
+        ddp(rank.batch(1, dtype=torch.float64), use="a").backward()
         rank.law("the unused gradient is None", model.b.grad, None)
 
 
@@ -160,7 +121,7 @@ def test_an_old_gradient_of_a_parameter_that_no_rank_uses_stays(rank):
     old = torch.full_like(model.b, 7.0 + rank.index)
     model.b.grad = old.clone()
     for _ in range(3):
-        ddp(own(rank), use="a").backward()
+        ddp(rank.batch(1, dtype=torch.float64), use="a").backward()
         rank.law("the unused gradient is the old one", model.b.grad, old)
     rank.show("unused", model.b.grad)
 
@@ -182,7 +143,7 @@ def test_a_rank_that_skips_a_parameter_contributes_zeros(rank):
     model, ddp = scalars(rank, "a", "b")
     last = rank.world_size - 1
     expected = mean_gradient(rank, model, "b", lambda r: ("a", "b") if r == last else ("a",))
-    (ddp(own(rank), use=("a", "b") if rank.index == last else "a") ** 2 / 2).backward()
+    (ddp(rank.batch(1, dtype=torch.float64), use=("a", "b") if rank.index == last else "a") ** 2 / 2).backward()
     rank.show("used_on_the_last_rank", model.b.grad)
     rank.law("the divisor stays the world size", model.b.grad, expected)
 
@@ -192,9 +153,13 @@ def test_a_rank_that_skips_a_parameter_contributes_the_gradient_it_already_has(r
     """Where only some ranks use a parameter, a rank that skips it contributes the gradient it already has, and gets the mean in its place."""
     model, ddp = scalars(rank, "a", "b")
     model.b.grad = torch.full_like(model.b, 7.0 + rank.index)
-    ddp(own(rank), use=("a", "b") if rank.index else "a").backward()
+    ddp(rank.batch(1, dtype=torch.float64), use=("a", "b") if rank.index else "a").backward()
     rank.show("used_on_rank_1", model.b.grad)
-    rank.law("7 from rank 0, 8 and its input from rank 1", model.b.grad, (7 + 8 + own(rank, of=1)[0]) / 2)
+    rank.law(
+        "7 from rank 0, 8 and its input from rank 1",
+        model.b.grad,
+        (7 + 8 + rank.batch(1, of=1, dtype=torch.float64)[0]) / 2,
+    )
 
 
 @case("unused_parameters.hook_sees_zeros", level=OBSERVED, source=USED_MAP, catalogue=("E05",))
@@ -211,17 +176,17 @@ def test_a_comm_hook_is_given_zeros_for_an_unused_parameter(rank):
         return future
 
     ddp.register_comm_hook(None, keep)
-    ddp(own(rank), use=("a", "b") if rank.index else "a").backward()
+    ddp(rank.batch(1, dtype=torch.float64), use=("a", "b") if rank.index else "a").backward()
     rank.show("b", given["b"])
-    rank.law("the used parameter comes with its gradient", given["a"], own(rank)[0])
-    rank.law("b is unused on rank 0", given["b"], own(rank)[0] * rank.index)
+    rank.law("the used parameter comes with its gradient", given["a"], rank.batch(1, dtype=torch.float64)[0])
+    rank.law("b is unused on rank 0", given["b"], rank.batch(1, dtype=torch.float64)[0] * rank.index)
 
 
 @case("unused_parameters.used_map_counts_ranks", level=OBSERVED, source=USED_MAP, world=3, catalogue=("U25",))
 def test_the_used_map_counts_the_ranks_that_use_each_parameter(rank):
     """After backward the reducer's used map says of each parameter how many ranks used it."""
     _, ddp = scalars(rank, "a", "b", "c", "d")
-    ddp(own(rank), use=tuple("abc"[: rank.index + 1])).backward()
+    ddp(rank.batch(1, dtype=torch.float64), use=tuple("abc"[: rank.index + 1])).backward()
     used = ddp.reducer._get_local_used_map()
     rank.show("used_map", used)
     rank.law(
@@ -304,10 +269,10 @@ def test_an_undefined_gradient_leaves_all_gradients_alone(rank):
     """When backward brings an undefined gradient to every parameter, gradients stay as they are, as in a module that is not wrapped, and the next backward is reduced."""
     model, ddp = scalars(rank, "a", "b")
     for _ in range(3):
-        torch._C._functions.UndefinedGrad()(ddp(own(rank), use="a")).backward()
+        torch._C._functions.UndefinedGrad()(ddp(rank.batch(1, dtype=torch.float64), use="a")).backward()
         rank.law("no gradient appears", [model.a.grad, model.b.grad], [None, None])
     expected = mean_gradient(rank, model, "a", lambda r: ("a",))
-    (ddp(own(rank), use="a") ** 2 / 2).backward()
+    (ddp(rank.batch(1, dtype=torch.float64), use="a") ** 2 / 2).backward()
     rank.show("afterwards", model.a.grad)
     rank.law("the next backward is reduced", model.a.grad, expected)
 
@@ -324,7 +289,7 @@ def test_the_flag_changes_no_value_when_every_parameter_is_used(rank):
     model, ddp = scalars(rank, "a", "b")
     for _ in range(4):
         expected = [mean_gradient(rank, model, name, lambda r: ("a", "b")) for name in "ab"]
-        (ddp(own(rank)) ** 2 / 2).backward()
+        (ddp(rank.batch(1, dtype=torch.float64)) ** 2 / 2).backward()
         rank.law("every gradient is the mean", [model.a.grad, model.b.grad], expected)
-        step(model)
+        descend(model)
     rank.show("weights", list(model.parameters()))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from ddp_conformance import HAZARD, MUST, OBSERVED, case
-from ddp_conformance.models import Scalars
+from ddp_conformance.models import Opaque, Scalars, TwoHeads
 from torch import nn
 
 WALK = "torch.distributed.ddp.reducer::search_unused_parameters"
@@ -19,15 +19,8 @@ SEARCH = "include/torch/csrc/distributed/c10d/reducer.hpp: search unused paramet
 SKIP = ("skip_all_reduce_unused_params",)
 
 
-class Hidden:
-    """An output that is no container that DDP looks into."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
 class Hiding(nn.Module):
-    """Two scalar parameters; the forward returns `a*x` in a `Hidden`."""
+    """Two scalar parameters; the forward returns `a*x` in a `Opaque`."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +28,7 @@ class Hiding(nn.Module):
         self.b = nn.Parameter(torch.ones(1))
 
     def forward(self, x):
-        return Hidden(self.a * x)
+        return Opaque(self.a * x)
 
 
 @contextmanager
@@ -226,16 +219,6 @@ def test_a_forward_that_uses_everything_is_warned_about_once(rank, uses):
 )
 def test_the_warning_does_not_know_the_loss(rank):
     """The warning that find_unused_parameters=True is needless comes though an output is left out of the loss and training would fail without the flag."""
-
-    class TwoHeads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Parameter(torch.ones(1))
-            self.b = nn.Parameter(torch.ones(1))
-
-        def forward(self, x):
-            return self.a * x, self.b * x
-
     model = TwoHeads()
     ddp = rank.wrap(model, find_unused_parameters=True)
     with warnings_on_stderr() as found:
