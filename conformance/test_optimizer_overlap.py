@@ -2,22 +2,14 @@
 
 import torch
 from ddp_conformance import HAZARD, MUST, OBSERVED, case
-from ddp_conformance.models import Scalars, linear
+from ddp_conformance.models import Quadratic, linear
 from ddp_conformance.rank import as_it_is
 
 FUSED = "DistributedDataParallel._register_fused_optim"
+FSDP = ("build:fsdp",)
+"""Torch imports it to look up an optimizer's functional form."""
 IN_BACKWARD = "nn/parallel/distributed.py: def _setup_in_backward_optimizers(self)"
 TESTS = "distributed_test.py::_DistTestBase::"
-
-
-class Quadratic(Scalars):
-    """Two float64 scalars v and w; the output is (v*x)^2/2 + (w*x)^2/2."""
-
-    def __init__(self):
-        super().__init__("v", "w", dtype=torch.float64)
-
-    def forward(self, x):
-        return sum((getattr(self, name) * x).pow(2).sum() / 2 for name in self.names)
 
 
 def factor(rank, micro_batches=1):
@@ -29,6 +21,7 @@ def factor(rank, micro_batches=1):
     "optimizer_overlap.fused_steps",
     level=MUST,
     source=FUSED,
+    needs=FSDP,
     world=(2, 3),
     catalogue=("O01",),
     torch_tests=(f"{TESTS}test_ddp_hook_with_optimizer_parity_sgd",),
@@ -53,6 +46,7 @@ def test_a_fused_optimizer_steps_in_backward(rank):
     "optimizer_overlap.fused_subset",
     level=MUST,
     source=FUSED,
+    needs=FSDP,
     catalogue=("O01",),
     torch_tests=(f"{TESTS}test_ddp_hook_with_optimizer_parity_adam_optimize_subset",),
 )
@@ -73,7 +67,7 @@ def test_a_fused_optimizer_may_have_some_of_the_parameters(rank):
         rank.law("v has its gradient", model.v.grad, square)
 
 
-@case("optimizer_overlap.fused_only_one", level=MUST, source=FUSED, world=1, catalogue=("O01",))
+@case("optimizer_overlap.fused_only_one", level=MUST, source=FUSED, needs=FSDP, world=1, catalogue=("O01",))
 def test_a_fused_optimizer_is_the_only_hook(rank):
     """
     A second fused optimizer is refused with RuntimeError, and so are a communication hook after a fused optimizer and the reverse.
@@ -90,7 +84,7 @@ def test_a_fused_optimizer_is_the_only_hook(rank):
         ddp._register_fused_optim(torch.optim.SGD, lr=0.5)
 
 
-@case("optimizer_overlap.fused_no_sync", level=OBSERVED, source=FUSED, catalogue=("C06",))
+@case("optimizer_overlap.fused_no_sync", level=OBSERVED, source=FUSED, needs=FSDP, catalogue=("C06",))
 def test_a_fused_optimizer_does_not_step_in_no_sync(rank):
     """
     Inside `no_sync` a fused optimizer does not step; the next synchronized backward steps by what has accumulated.
@@ -110,7 +104,7 @@ def test_a_fused_optimizer_does_not_step_in_no_sync(rank):
         rank.law("one step for both", model.w, factor(rank, 2) ** count)
 
 
-@case("optimizer_overlap.fused_unknown", level=MUST, source=FUSED, world=1, catalogue=("O01",))
+@case("optimizer_overlap.fused_unknown", level=MUST, source=FUSED, needs=FSDP, world=1, catalogue=("O01",))
 def test_an_optimizer_without_a_functional_form_is_refused(rank):
     """
     An optimizer that has no functional form is refused with ValueError.
@@ -183,7 +177,7 @@ def test_an_optimizer_applied_in_backward_divides_after_the_sum(rank):
 )
 def test_an_optimizer_applied_in_backward_needs_an_accelerator(rank):
     """
-    On a machine without an accelerator, a model to which an optimizer was applied in backward fails in DDP at its first iteration, although all of it is on the CPU.
+    On a machine without an accelerator, a model to which an optimizer was applied in backward fails in DDP, in its first iteration at the latest, although all of it is on the CPU.
 
     Before it was wrapped the same model trains.
     """
@@ -192,8 +186,8 @@ def test_an_optimizer_applied_in_backward_needs_an_accelerator(rank):
     model(rank.batch(2)).sum().backward()
     rank.law("alone it trains", model.weight, 1 - rank.batch(2) / 2)
     failed = False
-    ddp = rank.wrap(model)
     try:
+        ddp = rank.wrap(model)
         ddp(rank.batch(2)).sum().backward()
     except (RuntimeError, AssertionError):
         failed = True
