@@ -11,19 +11,28 @@ The script holds the suite's own sources that the case needs and the case as it 
 import argparse
 import ast
 import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-import ddp_conformance
 from ddp_conformance import golden, record
 from ddp_conformance.case import Case, Facet
 from ddp_conformance.ranks import CASE_DEADLINE, GROUP_TIMEOUT
+from ddp_conformance.subject import DEFAULT
 from ddp_conformance.suite import golden_path
 
-from ci import diff
+from ci import diff, standalone
 from ci.cases import all_cases
 
-PACKAGE = Path(ddp_conformance.__file__ or "").parent
-NEEDED = ("facts", "subject", "rank", "models", "reference")
+IMPORTS = """
+import datetime
+import os
+import sys
+import tempfile
+import torch
+import torch.distributed as dist
+"""
 
 START = r'''
 def _main(index, world_size, path):
@@ -31,13 +40,15 @@ def _main(index, world_size, path):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device = torch.device(DEVICE if DEVICE == "cpu" else f"{DEVICE}:{index % max(1, torch.cuda.device_count())}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if GROUP:
-        timeout = datetime.timedelta(seconds=TIMEOUT)
-        if path is None:
-            dist.init_process_group(BACKEND, timeout=timeout)
-        else:
-            store = dist.FileStore(path, world_size)
-            dist.init_process_group(BACKEND, store=store, rank=index, world_size=world_size, timeout=timeout)
+        options = {"timeout": datetime.timedelta(seconds=max(TIMEOUT, RENDEZVOUS))}
+        if path is not None:
+            options.update(store=dist.FileStore(path, world_size), rank=index, world_size=world_size)
+        dist.init_process_group(BACKEND, **options)
+        if TIMEOUT < RENDEZVOUS and hasattr(dist.distributed_c10d, "_set_pg_timeout"):
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT), dist.group.WORLD)
 
     def tell(said):
         if "fact" in said:
@@ -47,7 +58,8 @@ def _main(index, world_size, path):
             sys.stdout.write(f"rank {index}: law {said['law']}: {verdict}\n")
         sys.stdout.flush()
 
-    PROGRAM(Rank(index, world_size, device, Subject(SUBJECT), tell), *VALUE)
+    subject = Subject(SUBJECT)
+    PROGRAM(Rank(index, world_size, device, subject, tell), *VALUE)
     if GROUP and not MAY:
         dist.barrier()  # a rank that leaves while a peer still talks makes gloo fail there
     os._exit(0)  # interpreter exit with live gloo threads can abort
@@ -55,11 +67,13 @@ def _main(index, world_size, path):
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.update(ENVIRONMENT)
     if "RANK" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) != WORLD:
+            sys.exit(f"this case is one of {WORLD} ranks: torchrun --nproc-per-node {WORLD}")
         _main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_main, (WORLD, os.path.join(folder, "store")), nprocs=WORLD)
+        store = os.path.join(folder, "store")
+        torch.multiprocessing.start_processes(_main, (WORLD, store), nprocs=WORLD, start_method="fork")
 '''
 
 
@@ -92,33 +106,29 @@ def find(name: str) -> tuple[Case, Facet]:
 def script(case: Case, facet: Facet, lane: str, release: str | None) -> str:
     """The whole script: head, the sources it needs, the case, the start."""
     backend, _, device = lane.rpartition(":")
-    parts = [head(case, facet, lane, release)]
-    module = ast.parse(case.path.read_text(encoding="utf-8"))
-    names = NEEDED if _mentions(module, "reference") else [name for name in NEEDED if name != "reference"]
-    for name in names:
-        path = PACKAGE / f"{name}.py"
-        if path.exists():
-            parts.append(f"# ---- {name}.py\n\n{source(path)}")
-            # The modules say `facts.text`; here everything stands in one.
-            parts.append(f"{name} = sys.modules[__name__]")
-    parts.append(f"# ---- the case\n\n{source(case.path, only=case.program.__name__)}")
+    name = case.program.__name__
+    start = START.strip()
+    if case.needs:
+        needs = f"    for need in {case.needs!r}:\n        subject.need(need)\n"
+        start = start.replace("    PROGRAM(", f"{needs}    PROGRAM(")
     values = {
-        "PROGRAM": case.program.__name__,
-        "VALUE": f"(EACH[{facet.key!r}],)" if facet.key is not None else "()",
+        "PROGRAM": name,
+        "VALUE": f"({_each(case)}[{facet.key!r}],)" if facet.key is not None else "()",
         "WORLD": facet.world,
         "BACKEND": repr(backend),
         "DEVICE": repr(device),
-        "SUBJECT": repr("torch.nn.parallel:DistributedDataParallel"),
+        "SUBJECT": repr(DEFAULT),
         "GROUP": case.group,
         "MAY": case.may,
         "TIMEOUT": case.group_timeout or GROUP_TIMEOUT,
-        "ENVIRONMENT": dict(case.env),
+        "RENDEZVOUS": GROUP_TIMEOUT,
     }
-    if facet.key is not None:
-        parts.append(f"EACH = {_each(module, case.program.__name__)}")
-    parts.append("\n".join(f"{name} = {value}" for name, value in values.items()))
-    parts.append(START.strip())
-    return "\n\n\n".join(parts)
+    settings = "\n".join(f"{name} = {value}" for name, value in values.items())
+    parts = [head(case, facet, lane, release)]
+    if case.env:
+        parts.append(f"import os\n\nos.environ.update({dict(case.env)!r})  # torch reads this as it is imported")
+    parts += standalone.sections(case.path, name, IMPORTS, settings, start)
+    return "\n\n\n".join([*parts, settings, start])
 
 
 def head(case: Case, facet: Facet, lane: str, release: str | None) -> str:
@@ -134,63 +144,61 @@ def head(case: Case, facet: Facet, lane: str, release: str | None) -> str:
     if case.may:
         lines.append(f"A rank may {' or '.join(case.may)}; wait {CASE_DEADLINE:.0f} s before calling it a hang.")
     if release:
-        expected = golden.expected(golden.load(golden_path(case)), case_id.partition(".")[2], lane, release)
-        seen = [line for line in diff.find(release).cases if (line["id"], line["lane"]) == (case_id, lane)]
-        for line in seen:
-            lines += ["", f"On torch {release} this is {line['verdict']}. {line['why']}".rstrip()]
-            lines += [f"    {name} = {value}" for name, value in line["facts"].items()]
-        if not seen:
-            lines += ["", f"On torch {release} this was never measured."]
-        lines += ["", "Expected there:", *(f"    {name} = {value}" for name, (value, _) in expected.facts.items())]
+        lines += [*seen(case_id, lane, release), *expected(case, case_id, lane, release)]
     told = "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
-    imports = (
-        "import datetime\nimport os\nimport sys\nimport tempfile\n\nimport torch\nimport torch.distributed as dist"
-    )
-    return f'"""\n{told}\n"""\n\n{imports}'
+    return f'"""\n{told}\n"""'
 
 
-def source(path: Path, only: str | None = None) -> str:
-    """A module's source without its docstring and the suite's own imports; of its cases, the one asked for, undecorated."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    kept = []
-    for node in ast.parse("\n".join(lines)).body:
-        first = node.lineno
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_conformance"):
-            kept += [f"{alias.asname} = {alias.name}" for alias in node.names if alias.asname]
-            continue
-        if isinstance(node, ast.FunctionDef) and _is_case(node):
-            if node.name != only:
-                continue
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            first = min([first, *(decorator.lineno for decorator in node.decorator_list)])
-        kept.append("\n".join(lines[first - 1 : node.end_lineno]))
-    return "\n\n".join(kept)
+def seen(case_id: str, lane: str, release: str) -> Iterator[str]:
+    """What is on record of this case on this release."""
+    yield ""
+    lines = [line for line in diff.find(release).cases if (line["id"], line["lane"]) == (case_id, lane)]
+    if not lines:
+        yield f"On torch {release} this was never measured."
+    for line in lines:
+        yield f"On torch {release} it was measured: {': '.join([line['verdict'], *line['why'].splitlines()[:1]])}"
+        yield from _facts(line["facts"])
 
 
-def _is_case(node: ast.FunctionDef) -> bool:
-    return any(
-        isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == "case"
-        for decorator in node.decorator_list
-    )
+def expected(case: Case, case_id: str, lane: str, release: str) -> Iterator[str]:
+    """What the golden file says of this case on this release."""
+    told = golden.expected(golden.load(golden_path(case)), case_id.partition(".")[2], lane, release)
+    yield ""
+    if not told.known:
+        yield f"What torch {release} should do is on no file."
+    elif not told.offered:
+        yield f"Expected of torch {release}: it does not offer this."
+    else:
+        yield f"Expected of torch {release}: {'a deviation that is on file' if told.broken else 'the claim holds'}."
+        yield from (f"    {entry.what}: {entry.reference}" for entry in told.broken)
+        yield from _facts({name: value for name, (value, _) in told.facts.items()})
+    yield from told.notes
 
 
-def _each(module: ast.Module, name: str) -> str:
+def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in facts.items():
+        if name == "laws":
+            continue  # how many ran says nothing to whoever runs this
+        values = (
+            {f" on rank {rank}": each for rank, each in enumerate(value)} if isinstance(value, list) else {"": value}
+        )
+        yield from (f"    {name}{where} = {each}" for where, each in values.items())
+
+
+def _each(case: Case) -> str:
     """The source of the case's `each`."""
-    for node in ast.parse(ast.unparse(module)).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
+    for node in _statements(case.path):
+        if isinstance(node, ast.FunctionDef) and node.name == case.program.__name__:
             for decorator in node.decorator_list:
                 for keyword in decorator.keywords if isinstance(decorator, ast.Call) else ():
                     if keyword.arg == "each":
                         return ast.unparse(keyword.value)
-    raise LookupError(f"{name} declares no facets")
+    raise LookupError(f"{case.program.__name__} declares no facets")
 
 
-def _mentions(module: ast.Module, name: str) -> bool:
-    return any(
-        isinstance(node, ast.ImportFrom) and node.module == f"ddp_conformance.{name}" for node in ast.walk(module)
-    )
+@cache
+def _statements(path: Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text(encoding="utf-8")).body
 
 
 if __name__ == "__main__":
