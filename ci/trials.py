@@ -1,0 +1,185 @@
+"""
+What one subject does in one case: run, kept, and not run again.
+
+A trial is a case run on a subject outside pytest. A mutant's trial is a kill when a law is false that holds on what the
+mutant was made from, and a refusal that does not come is such a law. Deaths, hangs and exceptions kill only in cases
+that are about them, for anything can make a program raise.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ddp_conformance import ranks, record
+from ddp_conformance.case import Case, Facet, program_hash
+from ddp_conformance.lanes import Lane
+from ddp_conformance.ranks import permitted
+from ddp_conformance.subject import NoData, NotOffered, Subject
+from ddp_conformance.suite import Settings, Suite
+from ddp_conformance.verdict import collect_laws
+
+from ci.cases import ROOT, all_cases
+
+LANE = Lane("gloo", "cpu")
+DEADLINE = 3.0
+FRESH_DEADLINE = 30.0
+"""For cases with variables of their own, whose ranks are new interpreters."""
+GRACE = 0.3
+"""Seconds for the peers of a rank that failed: nobody reads here what they saw."""
+NOT_OFFERED = ["not offered"]
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One facet of a case, as it is run."""
+
+    case: Case
+    facet: Facet
+
+    @property
+    def id(self) -> str:
+        return self.case.id(self.facet)
+
+
+def find_shots() -> list[Shot]:
+    """Every facet of every case that goes through the subject and that this lane can show."""
+    return [
+        Shot(case, facet)
+        for case in all_cases()
+        if case.of == "subject" and LANE.admitted_by(case.lanes)
+        for facet in case.facets()
+    ]
+
+
+@dataclass
+class Result:
+    """What one subject did in one case: how its ranks ended, and the texts of its laws, broken ones apart."""
+
+    subject: str
+    case: str
+    key: str
+    outcomes: list[str]
+    laws: list[str]
+    broken: list[str]
+    seconds: float = 0.0
+
+
+@dataclass
+class Results:
+    """The results so far, kept as JSON Lines so that a run can be resumed; a key covers all that a result depends on."""
+
+    path: Path | None
+    known: dict[str, Result] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def load(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                result = Result(**json.loads(line))
+            except (ValueError, TypeError):
+                continue  # the last line of a run that was killed
+            self.known[result.key] = result
+
+    def add(self, result: Result) -> None:
+        with self.lock:
+            self.known[result.key] = result
+            if self.path is not None:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(vars(result)) + "\n")
+
+
+class Trials:
+    """Runs subjects against cases, each thread on one rank server of its own, which serves all subjects."""
+
+    def __init__(self, results: Results) -> None:
+        ranks.GRACE = GRACE
+        self.results = results
+        self.settings = Settings(
+            lanes=(LANE,), torch=record.torch_build()["torch"], path=(str(ROOT),), deadline=DEADLINE
+        )
+        self.used: set[str] = set()
+        self._suites = threading.local()
+        self._all: list[Suite] = []
+
+    def run(self, subject: str, sources: str, shot: Shot) -> Result:
+        """The result of this subject, whose sources hash to this, in this case: the kept one, or that of a run."""
+        case = shot.case
+        key = digest(subject, sources, shot.id, program_hash(case, shot.facet), self.settings.torch)
+        self.used.add(key)
+        if key in self.results.known:
+            return self.results.known[key]
+        if not is_asked(subject, case):
+            return Result(subject, shot.id, key, NOT_OFFERED, [], [])
+        suite = self._suite()
+        suite.settings = replace(self.settings, subject=subject, deadline=FRESH_DEADLINE if case.env else DEADLINE)
+        observation = suite.observe(
+            LANE,
+            case.path,
+            case.program.__name__,
+            shot.facet.world,
+            key=shot.facet.key,
+            group=case.group,
+            needs=case.needs,
+            may=case.may,
+            env=case.env,
+            group_timeout=case.group_timeout,
+        )
+        laws = collect_laws(observation)
+        outcomes = ["broke off"] if observation.broke_off is not None else observation.outcomes()
+        broken = [text for text, counts in laws.items() if counts["broken"]]
+        result = Result(subject, shot.id, key, outcomes, list(laws), broken, round(observation.seconds, 3))
+        self.results.add(result)
+        return result
+
+    def differ(self, base: tuple[str, str], mutant: tuple[str, str], shot: Shot) -> bool:
+        """Whether the case tells the mutant from what it was made from; both as subject and hash of its sources."""
+        result = self.run(*mutant, shot)
+        about_ends = bool(shot.case.may) and result.outcomes != ["broke off"]
+        if not result.broken and not about_ends:
+            return False
+        sound = self.run(*base, shot)
+        if set(result.broken) - set(sound.broken):
+            return True
+        ended_well = all(permitted(outcome, shot.case.may) for outcome in sound.outcomes)
+        return about_ends and ended_well and result.outcomes != sound.outcomes
+
+    def judged(self) -> Iterator[Result]:
+        """What this run rests on, kept results of other sources left out."""
+        return (self.results.known[key] for key in self.used if key in self.results.known)
+
+    def close(self) -> None:
+        for suite in self._all:
+            suite.close()
+
+    def _suite(self) -> Suite:
+        if not hasattr(self._suites, "own"):
+            self._suites.own = Suite(self.settings)
+            self._all.append(self._suites.own)
+        own: Suite = self._suites.own
+        return own
+
+
+def is_asked(subject: str, case: Case) -> bool:
+    """Whether the subject offers what the case needs, known here without starting ranks for it."""
+    try:
+        for need in case.needs:
+            _subject(subject).need(need)
+    except (NotOffered, NoData):
+        return False
+    return True
+
+
+@cache
+def _subject(spec: str) -> Subject:
+    return Subject(spec)
+
+
+def digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
