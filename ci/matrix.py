@@ -2,8 +2,9 @@
 Run the suite on releases of torch, each in a throw-away environment, one after the other, and keep the records.
 
     python -m ci.matrix                               every release in ci/versions.toml
-    python -m ci.matrix --versions 2.0.1,2.4.1        these
-    python -m ci.matrix --list-json                   the releases as JSON, for a CI matrix
+    python -m ci.matrix --versions 2.0.1,2.4.1        these; "nightly" is the newest build in the index TORCH_INDEX
+    python -m ci.matrix --list-json                   what a nightly run measures, as JSON for a CI matrix
+    python -m ci.matrix --gather DIR                  after it: name what left no record below DIR
 
 Safe to interrupt: a release whose whole record is there is not run again. An environment that cannot be built, or a run
 that breaks off, is no data with its reason, in RECORDS/VERSION.nodata; it is never a failure of torch.
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from packaging.version import InvalidVersion, Version
 from ci.cases import ROOT
 
 VERSIONS = ROOT / "ci" / "versions.toml"
+NIGHTLY = "nightly"
 
 
 class Broke(Exception):
@@ -42,16 +44,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--records", type=Path, default=Path("records"), metavar="DIR", help="where records are kept")
     parser.add_argument("--lane", action="append", default=[], metavar="BACKEND:DEVICE")
     parser.add_argument("--subject", metavar="MODULE:NAME")
+    parser.add_argument("--python", metavar="X.Y", help="default: the one in ci/versions.toml")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="no run where torch finds fewer GPUs")
     parser.add_argument("--keep", action="store_true", help="keep the environments, below the records")
-    parser.add_argument("--list-json", action="store_true", help="print the releases as JSON and stop")
+    parser.add_argument("--list-json", action="store_true", help="print what a nightly run measures and stop")
+    parser.add_argument("--gather", type=Path, metavar="DIR", help="name what has no record in DIR/NAME/ and stop")
     options = parser.parse_args(arguments)
     known = tomllib.loads(VERSIONS.read_text(encoding="utf-8"))
     if options.list_json:
-        print(json.dumps({"torch": list(known["releases"])}))
+        print(json.dumps({"include": jobs(known)}))
         return 0
+    if options.gather:
+        for line in gather(jobs(known), options.gather):
+            print(line)
+        return 0
+    python = options.python or known["python"]
     versions = options.versions.split(",") if options.versions is not None else list(known["releases"])
     for version in versions:
-        if wrong := refused(version, options.records, options.subject or DEFAULT, options.lane):
+        if wrong := refused(version, python, options.records, options.subject or DEFAULT, options.lane):
             parser.error(wrong)
     extra = [f"--lane={lane}" for lane in options.lane] + ([f"--subject={options.subject}"] if options.subject else [])
     options.records.mkdir(parents=True, exist_ok=True)
@@ -60,20 +70,45 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"[{number}/{len(versions)}] torch {version}: ", end="", flush=True)
         began = time.monotonic()
         try:
-            found = measure(version, known, options.records, extra, keep=options.keep)
+            beside = known["releases"].get(version, [])
+            found = measure(version, python, beside, options.records, extra, gpus=options.gpus, keep=options.keep)
             bad += not conforms(found)
             print(f"{summary(found)} ({time.monotonic() - began:.0f} s)")
         except Broke as error:
+            (options.records / f"{version}.jsonl").unlink(missing_ok=True)  # what there is of it is none of this torch
             (options.records / f"{version}.nodata").write_text(f"{error}\n", encoding="utf-8")
             print(f"no data: {error}")
             bad += 1
     return 1 if bad else 0
 
 
-def refused(version: str, records: Path, subject: str, lanes: Sequence[str]) -> str | None:
+def jobs(known: dict[str, Any]) -> list[dict[str, str]]:
+    """What a nightly run measures, one job each: every release, and the newest torch on the newest Python."""
+    pairs = [(torch, known["python"]) for torch in known["releases"]]
+    pairs += [(torch, known["newest"]["python"]) for torch in known["newest"]["torch"]]
+    return [{"name": f"{torch}-python{python}", "torch": torch, "python": python} for torch, python in pairs]
+
+
+def gather(expected: Sequence[dict[str, str]], folder: Path) -> Iterator[str]:
+    """Leave a reason in FOLDER/NAME/ for each job without a whole record and a reason of its own: it died, or was cut short."""
+    for job in expected:
+        path = folder / job["name"] / f"{job['torch']}.jsonl"
+        try:
+            record.read(path)
+        except RecordError as error:
+            why = str(error) if path.exists() else "its job left no record and no reason"
+            reason = path.with_suffix(".nodata")
+            if not reason.exists():
+                reason.parent.mkdir(parents=True, exist_ok=True)
+                reason.write_text(f"{why}\n", encoding="utf-8")
+            path.unlink(missing_ok=True)
+            yield f"{job['name']}: no data: {reason.read_text(encoding='utf-8').strip()}"
+
+
+def refused(version: str, python: str, records: Path, subject: str, lanes: Sequence[str]) -> str | None:
     """Why a release cannot be measured into this folder: it is none, or what is on record there is of something else."""
     try:
-        Version(version)
+        Version("0" if version == NIGHTLY else version)
     except InvalidVersion:
         return f"--versions: {version!r} is no release of torch"
     path = records / f"{version}.jsonl"
@@ -81,14 +116,21 @@ def refused(version: str, records: Path, subject: str, lanes: Sequence[str]) -> 
         run = record.read(path).run
     except RecordError:
         return None
-    if run["subject"] == subject and (not lanes or set(lanes) == set(run["lanes"])):
+    there = str(run.get("python", python))
+    same_python = f"{there}.".startswith(f"{python}.")
+    if run["subject"] == subject and (not lanes or set(lanes) == set(run["lanes"])) and same_python:
         return None
-    return f"{path} is of {run['subject']} on {' '.join(run['lanes'])}: name another folder by --records"
+    what = f"{run['subject']} on {' '.join(run['lanes'])}, Python {there}"
+    return f"{path} is of {what}: name another folder by --records"
 
 
-def measure(version: str, known: dict[str, Any], records: Path, extra: Sequence[str], *, keep: bool) -> Record:
+def measure(
+    version: str, python: str, beside: Sequence[str], records: Path, extra: Sequence[str], *, gpus: int, keep: bool
+) -> Record:
     """The record of one release: the one that is there and whole, or that of a run in an environment made for it."""
     path = records / f"{version}.jsonl"
+    if version == NIGHTLY:
+        path.unlink(missing_ok=True)  # last night's is no longer the newest
     if path.exists():
         try:
             return _checked(path, version)
@@ -97,8 +139,10 @@ def measure(version: str, known: dict[str, Any], records: Path, extra: Sequence[
     (records / f"{version}.nodata").unlink(missing_ok=True)
     home = Path(tempfile.mkdtemp(prefix=f"torch-{version}-", dir=records if keep else None))
     try:
-        python = install(version, known, home)
-        command = [str(python), "-m", "pytest", "-n", "auto", "-q", f"--record={path.resolve()}", *extra]
+        interpreter = install(version, python, beside, home)
+        if gpus:
+            require_gpus(gpus, interpreter)
+        command = [str(interpreter), "-m", "pytest", "-n", "auto", "-q", f"--record={path.resolve()}", *extra]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode not in (0, 1) or not path.exists():
             raise Broke(f"pytest ended with {done.returncode}: {_last_line(done)}")
@@ -110,23 +154,39 @@ def measure(version: str, known: dict[str, Any], records: Path, extra: Sequence[
             shutil.rmtree(home, ignore_errors=True)
 
 
-def install(version: str, known: dict[str, Any], home: Path) -> Path:
+def install(version: str, python: str, beside: Sequence[str], home: Path) -> Path:
     """A Python with this torch, what it needs beside it, and the suite; with a cache that goes when it goes."""
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if uv is None:
         raise Broke("uv is not installed: pip install -e '.[dev]'")
-    python = home / "env" / "bin" / "python"
-    beside = known["releases"].get(version, [])
-    for command in (
-        [uv, "venv", "--quiet", "--python", known["python"], str(home / "env")],
-        [uv, "pip", "install", "--quiet", "--python", str(python), f"torch=={version}", *beside, "-e", str(ROOT)],
-    ):
+    interpreter = home / "env" / "bin" / "python"
+    pip = [uv, "pip", "install", "--quiet", "--python", str(interpreter)]
+    commands = [[uv, "venv", "--quiet", "--python", python, str(home / "env")]]
+    if version == NIGHTLY:
+        index = os.environ.get("TORCH_INDEX")
+        if not index:
+            raise Broke("TORCH_INDEX is not set to the index of torch's nightly builds")
+        # That index has nothing else that the suite needs; the second install keeps the torch that is there.
+        commands += [[*pip, "--prerelease", "allow", "--index-url", index, "torch"], [*pip, "-e", str(ROOT)]]
+    else:
+        commands.append([*pip, f"torch=={version}", *beside, "-e", str(ROOT)])
+    for command in commands:
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, "UV_CACHE_DIR": str(home / "cache")}
         )
         if done.returncode:
             raise Broke(f"uv ended with {done.returncode}: {_last_line(done)}")
-    return python
+    return interpreter
+
+
+def require_gpus(least: int, interpreter: Path) -> None:
+    """Raise Broke where this torch finds fewer: with one GPU most cases of a world of two would be skipped in silence."""
+    count = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([str(interpreter), "-c", count], capture_output=True, text=True)
+    if done.returncode:
+        raise Broke(f"the GPUs cannot be counted: {_last_line(done)}")
+    if (found := int(done.stdout.split()[-1])) < least:
+        raise Broke(f"at least {least} GPUs are needed, and this torch finds {found}")
 
 
 def conforms(found: Record) -> bool:
@@ -144,7 +204,8 @@ def summary(found: Record) -> str:
 def _checked(path: Path, version: str) -> Record:
     """The record, if it is whole and of the torch that was asked for."""
     found = record.read(path)
-    if golden.release(found.run["torch"]) != golden.release(version):
+    ran = Version(found.run["torch"])
+    if not (ran.is_devrelease if version == NIGHTLY else golden.release(str(ran)) == golden.release(version)):
         raise Broke(f"asked for torch {version}, and {found.run['torch']} ran")
     if not found.end["complete"]:
         raise Broke(f"{path.name}: the run was not completed")
