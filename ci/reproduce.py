@@ -3,6 +3,7 @@ Print a case as one standalone script: no pytest, no fixture, only torch; to ste
 
     python -m ci.reproduce no_sync.accumulates                     print it
     python -m ci.reproduce rank0_broadcast.buffers/w3 --torch 2.4.1   with what that release does, and what is expected
+    python -m ci.reproduce --reports                               write the scripts in ci/reports anew
 
 The script holds the suite's own sources that the case needs and the case as it stands, and starts plain processes; under
 `torchrun` it takes the ranks that it is given.
@@ -24,6 +25,9 @@ from ddp_conformance.suite import golden_path
 
 from ci import diff, standalone
 from ci.cases import all_cases
+
+REPORTS = Path(__file__).parent / "reports"
+"""Ready to send, and sent by nobody: a text for each claim that a release breaks and nobody has reported."""
 
 IMPORTS = """
 import datetime
@@ -79,15 +83,22 @@ if __name__ == "__main__":
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.reproduce", description="Print a case as a standalone script.")
-    parser.add_argument("case", metavar="CASE", help="a case id; a claim stands for its first case")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("case", metavar="CASE", nargs="?", help="a case id; a claim stands for its first case")
+    what.add_argument("--reports", action="store_true", help="write the script beside each text in ci/reports anew")
     parser.add_argument("--torch", metavar="RELEASE", help="say what this release does and what is expected of it")
     parser.add_argument("--lane", default="gloo:cpu", metavar="BACKEND:DEVICE")
     options = parser.parse_args(arguments)
     try:
         if not all(options.lane.rpartition(":")):
             raise LookupError(f"--lane {options.lane}: write backend:device, such as gloo:cpu")
-        case, facet = find(options.case)
-        print(script(case, facet, options.lane, options.torch))
+        if options.reports:
+            for text in REPORTS.glob("*.md"):
+                text.with_suffix(".py").write_text(
+                    script(*find(text.stem), options.lane, None) + "\n", encoding="utf-8"
+                )
+            return 0
+        print(script(*find(options.case), options.lane, options.torch))
     except (LookupError, ValueError, record.RecordError, golden.GoldenError) as error:
         print(f"ci.reproduce: {error.args[0]}", file=sys.stderr)
         return 2

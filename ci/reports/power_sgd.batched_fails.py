@@ -1,0 +1,429 @@
+"""
+power_sgd.batched_fails/rank1 on 2 ranks, gloo:cpu (HAZARD)
+
+`batched_powerSGD_hook` gives the plain mean until `start_powerSGD_iter`, and raises AssertionError in the first backward after it: it never compresses.
+
+Source: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.batched_powerSGD_hook
+"""
+
+
+import datetime
+import importlib
+import inspect
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook
+
+
+# ---- facts.py
+
+LONGEST = 2048
+
+WRITTEN_OUT = 8
+
+SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+def text(value: Any) -> str:
+    """
+    The value as text, at most 2 kB.
+
+    A float32 tensor is its nested list; any other dtype, and an empty tensor, is led by dtype and shape
+    (`bf16[2] 1.0 2.0`); a constant one is `262144 x 1.5`. A sparse tensor is its coalesced indices and values.
+    Strings must be printable ASCII, for a golden file is read and reviewed as text.
+    """
+    written = _text(value)
+    if len(written) > LONGEST:
+        raise ValueError(f"a fact is at most {LONGEST} characters, this one has {len(written)}: show less")
+    if not (written.isascii() and written.isprintable()):
+        raise ValueError(f"a fact is printable ASCII in one line: {written!r}")
+    return written
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _tensor(value.detach())
+    if isinstance(value, str):
+        return value
+    if value is None or isinstance(value, (bool, int, float, complex)):
+        return str(value)
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(key)}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(_text(item) for item in value)) + "}"
+    if isinstance(value, (list, tuple, torch.Size)):
+        return "[" + ", ".join(_text(item) for item in value) + "]"
+    if is_dataclass(value):
+        return _text({field.name: getattr(value, field.name) for field in fields(value)})
+    raise TypeError(
+        f"no canonical text for a {type(value).__name__}: show a tensor, a number, a string, or lists of them"
+    )
+
+def _tensor(tensor: torch.Tensor) -> str:
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return f"sparse{list(tensor.shape)} at {tensor.indices().tolist()}: {_tensor(tensor.values())}"
+    tensor = tensor.cpu()
+    name = SHORT.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    head = "" if tensor.dtype is torch.float32 and tensor.numel() else f"{name}{list(tensor.shape)} "
+    values = tensor.reshape(-1)
+    if tensor.numel() > WRITTEN_OUT and bool((values == values[0]).all()):
+        return f"{head}{tensor.numel()} x {values[0].item()}"
+    if head:
+        return (head + " ".join(str(item) for item in values.tolist())).rstrip()
+    return str(tensor.tolist())
+
+def brief(value: Any) -> str:
+    """The value for a report: canonical where it can be, cut short where it is long."""
+    try:
+        written = _text(value)
+    except TypeError:
+        written = repr(value)
+    return written if len(written) <= 300 else f"{written[:290]}... ({len(written)} characters)"
+
+
+# ---- subject.py
+
+def _torch() -> Any:
+    import torch  # here, for pytest's own process has no need of torch until a case module imports it
+
+    return torch
+
+class NotOffered(Exception):
+    """The subject, or this torch, does not have what the case asks for."""
+
+class NoData(Exception):
+    """This build of torch, this Python or this machine cannot show the claim."""
+
+class SubjectError(Exception):
+    """The subject cannot be used at all; the message says why in one line."""
+
+class Subject:
+    """
+    A way to wrap a module. `package.module:name` names a callable `wrap(module, **ddp_options)`, or an object with a
+    method `wrap`; `package.module` alone a module with such functions. All else that the object may offer is optional:
+
+    setup()             called in every rank before the first wrap
+    after_backward(w)   called at the end of every backward, for subjects that reduce or wait there
+    no_sync(w)          a context manager, where the wrapped module has none of its own
+    teardown()          called in every rank at the end
+
+    The names of the CS336 assignment, `get_ddp(module)` and `ddp_on_after_backward(w, optimizer)`, stand for wrap and
+    after_backward; no optimizer is handed over.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.target = _load(spec)
+        own = _method(self.target, "wrap") or _method(self.target, "get_ddp")
+        self._wrap: Callable[..., Any] = own or self.target
+        self._made: set[type] = set()
+        self._after = _method(self.target, "after_backward") if own else None
+        finish = _method(self.target, "ddp_on_after_backward") if own else None
+        if finish is not None:
+            self._after = lambda made: finish(made, None)
+
+    def wrap(self, module: "nn.Module", **options: Any) -> Any:
+        """The wrapped module; options that the subject does not know raise NotOffered, unless they ask for nothing."""
+        for option, value in list(options.items()):
+            if not self.offers(option):
+                if value is not _default_of(option):
+                    raise NotOffered(f"{self.spec} takes no {option}")
+                del options[option]
+        if not self._made and self._wrap is not self.target and (setup := _method(self.target, "setup")):
+            setup()
+        made = self._wrap(module, **options)
+        self._made.add(type(made))
+        if self._after is not None:
+            _call_after_backward(made, self._after)
+        if self._wrap is not self.target and not hasattr(made, "no_sync"):
+            if no_sync := _method(self.target, "no_sync"):
+                made.no_sync = lambda: no_sync(made)
+        return made
+
+    def offers(self, name: str) -> bool:
+        """Whether the subject has this constructor option, attribute or method."""
+        try:
+            parameters = inspect.signature(self._wrap).parameters.values()
+        except (TypeError, ValueError):
+            return True
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return True
+        return name in {parameter.name for parameter in parameters} or hasattr(self.target, name)
+
+def _load(spec: str) -> Any:
+    module_name, colon, name = spec.partition(":")
+    if not module_name or (colon and not name):
+        raise SubjectError(f"--subject {spec}: write package.module:name")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise SubjectError(
+            f"--subject {spec}: {module_name} does not import: {type(error).__name__}: {error}"
+        ) from error
+    if not colon:
+        if not (_method(found, "wrap") or _method(found, "get_ddp")):
+            raise SubjectError(f"--subject {spec}: write package.module:name (the module has neither wrap nor get_ddp)")
+        return found
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise SubjectError(f"--subject {spec}: {module_name} has no {name}")
+        found = getattr(found, part)
+    if not callable(found) and not (_method(found, "wrap") or _method(found, "get_ddp")):
+        raise SubjectError(f"--subject {spec}: neither callable nor an object with a method wrap")
+    return found
+
+def _method(target: Any, name: str) -> Callable[..., Any] | None:
+    found = getattr(target, name, None)
+    return found if callable(found) else None
+
+def _default_of(option: str) -> Any:
+    """What torch's DDP takes when the option is left out: to ask for that of a subject without it is to ask for nothing."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    known = inspect.signature(DistributedDataParallel).parameters.get(option)
+    return inspect.Parameter.empty if known is None else known.default
+
+def _call_after_backward(made: Any, after: Callable[[Any], Any]) -> None:
+    """Call `after(made)` once at the end of each backward through an output of `made`."""
+    queued: list[bool] = []
+
+    def finish() -> None:
+        queued.clear()
+        after(made)
+
+    def queue(gradient: Any) -> None:
+        if not queued:
+            queued.append(True)
+            _torch().autograd.Variable._execution_engine.queue_callback(finish)
+
+    def watch(module: Any, inputs: Any, output: Any) -> None:
+        from torch.utils._pytree import tree_flatten
+
+        for tensor in tree_flatten(output)[0]:
+            if isinstance(tensor, _torch().Tensor) and tensor.requires_grad:
+                tensor.register_hook(queue)
+
+    made.register_forward_hook(watch)
+
+
+# ---- rank.py
+
+facts = sys.modules[__name__]
+
+class Rank:
+    """
+    One rank of a case.
+
+    index, world_size   of the default process group (0 and 1 without one)
+    device              where modules and batches belong in this lane
+    """
+
+    def __init__(
+        self,
+        index: int,
+        world_size: int,
+        device: torch.device,
+        subject: Subject,
+        tell: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.index = index
+        self.world_size = world_size
+        self.device = device
+        self._subject = subject
+        self._tell = tell
+        self._shown: set[str] = set()
+        self._collectives_before = 0
+        if dist.is_initialized():
+            with suppress(NoData):
+                self._collectives_before = self._sequence_number()
+
+    def wrap(self, module: nn.Module, **ddp_options: Any) -> Any:
+        """Move the module to `device` in place and wrap it with the subject, `device_ids` set where the device has an index."""
+        if not ddp_options.pop("stay", False):
+            module.to(self.device)
+            if self.device.type != "cpu" and self._subject.offers("device_ids"):
+                ddp_options.setdefault("device_ids", [self.device.index])
+        return self._subject.wrap(module, **ddp_options)
+
+    def batch(
+        self, size: int, *, of: int | None = None, rows: int = 1, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """
+        The rows that rank `of` (default: this one) is fed: every element is world_size * (of + 1).
+
+        A multiple of the world size stays exact whether gradients are divided before the sum or after it.
+        """
+        value = self.world_size * ((self.index if of is None else of) + 1)
+        return torch.full((rows, size), float(value), dtype=dtype, device=self.device)
+
+    def mean(self, value: Callable[[int], torch.Tensor], ranks: Sequence[int] | None = None) -> torch.Tensor:
+        """The mean of `value(r)` over all ranks r, or those named; worked out here, without communication."""
+        chosen = range(self.world_size) if ranks is None else ranks
+        total = sum(value(rank) for rank in chosen)
+        assert isinstance(total, torch.Tensor)
+        return total / len(chosen)
+
+    def law(self, text: str, got: Any, expected: Any) -> None:
+        """State what must hold from first principles: `got` is exactly `expected`, in values, dtype and shape."""
+        if _share_storage(got, expected):
+            raise TypeError(f"law {text!r} compares a tensor with itself and could not fail: clone one side")
+        self._tell_law(text, _same(got, expected), f"got      {facts.brief(got)}\nexpected {facts.brief(expected)}")
+
+    def _sequence_number(self) -> int:
+        # It starts at 0 on new releases of torch and at a random number on 1.13, so only differences mean anything.
+        group: Any = dist.distributed_c10d._get_default_group()
+        try:
+            return int(group._get_sequence_number_for_group())
+        except RuntimeError as error:  # torch asks this of its own backends only
+            raise NoData(f"backend {dist.get_backend()} does not count its collectives") from error
+
+    def _tell_law(self, text: str, holds: bool, detail: str) -> None:
+        self._tell({"law": text, "holds": holds, "detail": detail})
+
+def _same(got: Any, expected: Any) -> bool:
+    if isinstance(got, torch.Tensor) or isinstance(expected, torch.Tensor):
+        if not (isinstance(got, torch.Tensor) and isinstance(expected, torch.Tensor)):
+            return False
+        got, expected = got.detach(), expected.detach()
+        if (got.dtype, got.shape, got.layout, got.device) != (
+            expected.dtype,
+            expected.shape,
+            expected.layout,
+            expected.device,
+        ):
+            return False
+        if got.layout is torch.sparse_coo:
+            return bool(torch.equal(got.coalesce().to_dense(), expected.coalesce().to_dense()))
+        return bool(torch.equal(got, expected))
+    if type(got) is not type(expected):
+        return False
+    if isinstance(got, (list, tuple)):
+        return len(got) == len(expected) and all(map(_same, got, expected))
+    if isinstance(got, dict):
+        return got.keys() == expected.keys() and all(_same(got[key], expected[key]) for key in got)
+    return bool(got == expected)
+
+def _share_storage(got: Any, expected: Any) -> bool:
+    if got is expected:
+        return isinstance(got, (torch.Tensor, list, dict))
+    if isinstance(got, torch.Tensor) and isinstance(expected, torch.Tensor):
+        if torch.sparse_coo in (got.layout, expected.layout) or "meta" in (got.device.type, expected.device.type):
+            return False
+        return got.numel() > 0 and _storage(got) == _storage(expected)
+    if isinstance(got, (list, tuple)) and isinstance(expected, (list, tuple)):
+        return any(map(_share_storage, got, expected))
+    return False
+
+def _storage(tensor: torch.Tensor) -> int:
+    any_tensor: Any = tensor  # torch 1.13 has no untyped_storage, and later releases warn of storage
+    storage = any_tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else any_tensor.storage()
+    return int(storage.data_ptr())
+
+
+# ---- the case
+
+SIZE = 16
+
+def matrix(rank, of=None):
+    """The gradient of rank `of`: a diagonal of W*(of+1) times 1, 2, 3 ... and nothing else, so of full rank."""
+    return torch.diag(rank.batch(SIZE, of=of)[0] * torch.arange(1.0, SIZE + 1, device=rank.device))
+
+def test_the_batched_hook_fails_when_compression_starts(rank, chosen):
+    """
+    `batched_powerSGD_hook` gives the plain mean until `start_powerSGD_iter`, and raises AssertionError in the first backward after it: it never compresses.
+
+    Documented is a simplified PowerSGD. The function that makes matrices orthogonal was changed to take a stack of matrices,
+    and this hook hands it a single one. PyTorch's tests use it only with a start that they do not reach.
+    """
+    model = nn.Linear(SIZE, SIZE, bias=False)
+    ddp = rank.wrap(model)
+    ddp.register_comm_hook(PowerSGDState(None, chosen, start_powerSGD_iter=2), batched_powerSGD_hook)
+    for _ in range(2):
+        ddp.zero_grad()
+        (ddp(torch.eye(SIZE, device=rank.device)) * matrix(rank)).sum().backward()
+        rank.law("the plain mean before the start", model.weight.grad, rank.mean(lambda r: matrix(rank, of=r)))
+    loss = ddp(torch.eye(SIZE, device=rank.device)).sum()
+    refused = False
+    try:
+        loss.backward()
+    except Exception as error:
+        refused = "AssertionError" in repr(error)
+    rank.law("an assertion fails at the start", refused, True)
+
+
+PROGRAM = test_the_batched_hook_fails_when_compression_starts
+VALUE = ({'rank1': 1, 'rank3': 3}['rank1'],)
+WORLD = 2
+BACKEND = 'gloo'
+DEVICE = 'cpu'
+SUBJECT = 'torch.nn.parallel:DistributedDataParallel'
+GROUP = True
+MAY = ()
+TIMEOUT = 20.0
+RENDEZVOUS = 20.0
+
+
+def _main(index, world_size, path):
+    """One rank: join the group, run the case, print what it shows."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    device = torch.device(DEVICE if DEVICE == "cpu" else f"{DEVICE}:{index % max(1, torch.cuda.device_count())}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if GROUP:
+        options = {"timeout": datetime.timedelta(seconds=max(TIMEOUT, RENDEZVOUS))}
+        if path is not None:
+            options.update(store=dist.FileStore(path, world_size), rank=index, world_size=world_size)
+        dist.init_process_group(BACKEND, **options)
+        if TIMEOUT < RENDEZVOUS and hasattr(dist.distributed_c10d, "_set_pg_timeout"):
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT), dist.group.WORLD)
+
+    def tell(said):
+        if "fact" in said:
+            sys.stdout.write(f"rank {index}: {said['fact']} = {said['text']}\n")
+        elif "law" in said:
+            verdict = "holds" if said["holds"] else f"BROKEN\n{said['detail']}\n"
+            sys.stdout.write(f"rank {index}: law {said['law']}: {verdict}\n")
+        sys.stdout.flush()
+
+    subject = Subject(SUBJECT)
+    PROGRAM(Rank(index, world_size, device, subject, tell), *VALUE)
+    if GROUP and not MAY:
+        dist.barrier()  # a rank that leaves while a peer still talks makes gloo fail there
+    os._exit(0)  # interpreter exit with live gloo threads can abort
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "RANK" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) != WORLD:
+            sys.exit(f"this case is one of {WORLD} ranks: torchrun --nproc-per-node {WORLD}")
+        _main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None)
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        torch.multiprocessing.start_processes(_main, (WORLD, store), nprocs=WORLD, start_method="fork")
