@@ -6,7 +6,8 @@ The kill matrix: every mutant against every case, and which case caught which.
     python -m ci.mutants --others 0 --first 3         its own families only, until three cases caught it
 
 A mutant is a DDP with one defect (`tests/mutants/`). A mutant that more than half of the other families' cases catch is
-broad and proves nothing about any one of them. Failures, a line each: a mutant that survives or that none of the claims
+broad and proves nothing about any one of them; those that are `at_large` are tried on every case whatever `--others` says,
+for the sake of the laws that they break. Failures, a line each: a mutant that survives or that none of the claims
 it names catches, a MUST case, its facets taken together, that catches no narrow mutant, and a law of a MUST case that no
 mutant breaks and for which `tests/mutants/unbroken.toml` has no reason.
 """
@@ -45,6 +46,7 @@ class Mutant:
     breaks: tuple[str, ...]
     promise: str
     sources: str
+    at_large: bool = False
 
     @property
     def name(self) -> str:
@@ -98,6 +100,7 @@ def find_mutants(folder: Path = FOLDER) -> list[Mutant]:
                     breaks=(breaks,) if isinstance(breaks, str) else tuple(breaks),
                     promise=promise,
                     sources=digest(path.read_text(encoding="utf-8"), sources_of(REFERENCE) if of_reference else ""),
+                    at_large=bool(vars(target).get("at_large")),
                 )
             )
     return found
@@ -117,7 +120,7 @@ def order_for(mutant: Mutant, shots: Sequence[Shot], others: int | None) -> list
 
     own = [shot for shot in shots if shot.case.family in mutant.families]
     rest = [shot for shot in shots if shot not in own and not shot.case.env]  # new interpreters: 5 s a case
-    if others is not None:
+    if others is not None and not mutant.at_large:
         rest = rest[:: max(1, len(rest) // others)][:others] if others else []
     return sorted(own, key=distance) + rest
 
@@ -162,12 +165,21 @@ def failures(hunts: Sequence[Hunt], shots: Sequence[Shot]) -> Iterator[str]:
             yield f"{mutant.name} is caught by {others}, but by none of {', '.join(mutant.breaks)}"
 
 
-def idle_cases(hunts: Sequence[Hunt], shots: Sequence[Shot]) -> Iterator[str]:
-    """MUST cases that torch's DDP offers here and that catch no narrow mutant, a line each."""
+def idle_cases(trials: Trials, hunts: Sequence[Hunt], shots: Sequence[Shot]) -> tuple[list[str], list[str]]:
+    """
+    MUST cases that catch no narrow mutant, a line each, and the claims of those from which that cannot be asked here:
+    torch's own DDP breaks them on this release.
+    """
     useful = {shot.case.program for found in hunts if not found.is_broad for shot in found.caught}
+    idle, broken = [], []
     for case in {shot.case.program: shot.case for shot in shots}.values():
-        if case.level == MUST and case.program not in useful and is_asked(DEFAULT, case):
-            yield f"{case.claim} ({case.program.__name__}) catches no mutant"
+        if case.level != MUST or case.program in useful or not is_asked(DEFAULT, case):
+            continue
+        if any(trials.holds(DEFAULT, "", shot) for shot in shots if shot.case is case):
+            idle.append(f"{case.claim} ({case.program.__name__}) catches no mutant")
+        else:
+            broken.append(case.claim)
+    return idle, broken
 
 
 def unbroken_laws(trials: Trials, shots: Sequence[Shot], reasons: dict[str, str]) -> list[dict[str, str]]:
@@ -259,11 +271,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nlaws of MUST cases that no mutant breaks:")
         for law in unbroken:
             print(f"  {law['claim']}: {law['law']} ({law['reason'] or 'no reason given'})")
-        wrong += idle_cases(hunts, shots)
+        idle, broken = idle_cases(trials, hunts, shots)
+        wrong += idle
+        for claim in broken:
+            print(f"not asked: {claim}, which torch {trials.settings.torch} itself breaks; it catches no mutant")
         wrong += [f"{law['claim']}: no mutant breaks {law['law']!r}" for law in unbroken if not law["reason"]]
         if options.kills:
             text = json.dumps(plain(hunts, unbroken, trials.settings.torch), indent=1)
             options.kills.write_text(text + "\n", encoding="utf-8")
+    for (subject, case), why in list(trials.broke_off.items())[:1]:
+        last = " ".join(why.split())[-200:]
+        wrong.append(f"trials that broke off: {len(trials.broke_off)}, such as {subject} in {case}: {last}")
     survivors = sum(not found.caught for found in hunts)
     print(
         f"\n{len(hunts)} mutants, {len(shots)} cases, {survivors} survive, {len(absent)} not offered, "

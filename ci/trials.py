@@ -18,7 +18,7 @@ from typing import Any
 from ddp_conformance import ranks, record
 from ddp_conformance.case import Case, Facet, program_hash
 from ddp_conformance.lanes import Lane
-from ddp_conformance.ranks import permitted
+from ddp_conformance.ranks import Observation, permitted
 from ddp_conformance.subject import NoData, NotOffered, Subject
 from ddp_conformance.suite import Settings, Suite
 from ddp_conformance.verdict import collect_laws
@@ -32,6 +32,8 @@ FRESH_DEADLINE = 30.0
 GRACE = 0.3
 """Seconds for the peers of a rank that failed: nobody reads here what they saw."""
 NOT_OFFERED = ["not offered"]
+BROKE_OFF = ["broke off"]
+"""Before the rank program began: such a trial is not kept, and says nothing of the subject."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,21 @@ class Results:
     def load(self) -> None:
         if self.path is None or not self.path.exists():
             return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        text = self.path.read_text(encoding="utf-8")
+        for line in text.splitlines():
             try:
                 result = Result(**json.loads(line))
             except (ValueError, TypeError):
                 continue  # the last line of a run that was killed
             self.known[result.key] = result
+        if text and not text.endswith("\n"):
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write("\n")
 
-    def add(self, result: Result) -> None:
+    def add(self, result: Result, keep: bool = True) -> None:
         with self.lock:
             self.known[result.key] = result
-            if self.path is not None:
+            if self.path is not None and keep:
                 with open(self.path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(vars(result)) + "\n")
 
@@ -105,6 +111,7 @@ class Trials:
             lanes=(LANE,), torch=record.torch_build()["torch"], path=(str(ROOT),), deadline=DEADLINE
         )
         self.used: set[str] = set()
+        self.broke_off: dict[tuple[str, str], str] = {}
         self._suites = threading.local()
         self._all: list[Suite] = []
 
@@ -117,9 +124,24 @@ class Trials:
             return self.results.known[key]
         if not is_asked(subject, case):
             return Result(subject, shot.id, key, NOT_OFFERED, [], [])
-        suite = self._suite()
+        observation = self.observe(subject, shot)
+        if observation.broke_off is not None:
+            self.broke_off[subject, shot.id] = observation.broke_off
+            return Result(subject, shot.id, key, BROKE_OFF, [], [])
+        laws = collect_laws(observation)
+        broken = [text for text, counts in laws.items() if counts["broken"]]
+        result = Result(
+            subject, shot.id, key, observation.outcomes(), list(laws), broken, round(observation.seconds, 3)
+        )
+        waited = "waiting" in result.outcomes and "hang" not in case.may
+        self.results.add(result, keep=not waited)  # on a busy machine that is no finding: try it again next time
+        return result
+
+    def observe(self, subject: str, shot: Shot) -> Observation:
+        """The case on fresh ranks, those of this thread's server."""
+        case, suite = shot.case, self._suite()
         suite.settings = replace(self.settings, subject=subject, deadline=FRESH_DEADLINE if case.env else DEADLINE)
-        observation = suite.observe(
+        return suite.observe(
             LANE,
             case.path,
             case.program.__name__,
@@ -131,17 +153,11 @@ class Trials:
             env=case.env,
             group_timeout=case.group_timeout,
         )
-        laws = collect_laws(observation)
-        outcomes = ["broke off"] if observation.broke_off is not None else observation.outcomes()
-        broken = [text for text, counts in laws.items() if counts["broken"]]
-        result = Result(subject, shot.id, key, outcomes, list(laws), broken, round(observation.seconds, 3))
-        self.results.add(result)
-        return result
 
     def differ(self, base: tuple[str, str], mutant: tuple[str, str], shot: Shot) -> bool:
         """Whether the case tells the mutant from what it was made from; both as subject and hash of its sources."""
         result = self.run(*mutant, shot)
-        about_ends = bool(shot.case.may) and result.outcomes != ["broke off"]
+        about_ends = bool(shot.case.may) and result.outcomes != BROKE_OFF
         if not result.broken and not about_ends:
             return False
         sound = self.run(*base, shot)
@@ -149,6 +165,11 @@ class Trials:
             return True
         ended_well = all(permitted(outcome, shot.case.may) for outcome in sound.outcomes)
         return about_ends and ended_well and result.outcomes != sound.outcomes
+
+    def holds(self, subject: str, sources: str, shot: Shot) -> bool:
+        """Whether the subject conforms here, so that a defect of it could be told from its own."""
+        result = self.run(subject, sources, shot)
+        return not result.broken and all(permitted(outcome, shot.case.may) for outcome in result.outcomes)
 
     def judged(self) -> Iterator[Result]:
         """What this run rests on, kept results of other sources left out."""
