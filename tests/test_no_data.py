@@ -4,11 +4,14 @@ import inspect
 import subprocess
 import sys
 
+import pytest
 from ddp_conformance.lanes import Lane
 from ddp_conformance.record import read
 from ddp_conformance.subject import BUILDS
 
 from ci.cases import ROOT, all_cases
+
+pytestmark = pytest.mark.timeout(600)  # a run of two dozen cases, on a machine that may be busy
 
 WITHOUT_GPU = {
     "collectives.inputs_moved/dict",
