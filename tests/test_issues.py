@@ -146,17 +146,16 @@ python -m ci.reproduce no_sync.accumulates > case.py && python case.py
 
 
 def test_first_bad_and_last_good_build_are_found_among_earlier_nights(tmp_path):
-    nights = {"01": HOLDS, "02": VIOLATED, "03": {"verdict": "no data"}, "04": VIOLATED}
+    nights = {1130: VIOLATED, 1201: HOLDS, 1202: HOLDS, 1203: VIOLATED, 1204: {"verdict": "no data"}, 1205: VIOLATED}
     for night, verdict in nights.items():
-        path = write(
-            tmp_path / "run" / "nightly.jsonl", f"2.16.0.dev202612{night}+cpu", {MEAN: verdict}, git=night * 20
-        )
+        torch = f"2.16.0.dev2026{night}+cpu"
+        path = write(tmp_path / "run" / "nightly.jsonl", torch, {MEAN: verdict}, git=f"{night}" * 10)
         code, texts = run(path, "--builds", "nightlies")
         assert code == 0
         for text in issues.Path("issues").iterdir():
             text.unlink()
-    assert "- first bad build on record: 2.16.0.dev20261202+cpu (git 0202020202, Python 3.15.2)" in texts["2.16.0.md"]
-    assert "- last good build: 2.16.0.dev20261201+cpu (git 0101010101, Python 3.15.2)" in texts["2.16.0.md"]
+    assert "- first bad build on record: 2.16.0.dev20261203+cpu (git 1203120312, Python 3.15.2)" in texts["2.16.0.md"]
+    assert "- last good build: 2.16.0.dev20261202+cpu (git 1202120212, Python 3.15.2)" in texts["2.16.0.md"]
 
 
 def test_only_so_many_nights_are_kept(tmp_path, monkeypatch):
@@ -164,7 +163,7 @@ def test_only_so_many_nights_are_kept(tmp_path, monkeypatch):
     for night in ("09", "10", "11"):
         path = write(tmp_path / "run" / "nightly.jsonl", f"2.16.0.dev202612{night}", {MEAN: HOLDS})
         assert run(path, "--builds", "nightlies") == (0, {})
-    write(tmp_path / "release.jsonl", "2.15.0", {MEAN: HOLDS})
+    write(tmp_path / "release.jsonl", "2.17.0", {MEAN: HOLDS})
     assert run(tmp_path / "release.jsonl", "--builds", "nightlies") == (0, {})
     kept = sorted(path.name for path in (tmp_path / "nightlies").iterdir())
     assert kept == ["2.16.0.dev20261210.jsonl.gz", "2.16.0.dev20261211.jsonl.gz"]
@@ -179,15 +178,21 @@ def test_two_pythons_of_one_version_share_an_issue(tmp_path):
         assert texts["2.15.0.md"].count("\n## ") == 1
         assert "- last good build: 2.15.0+cpu (git 0123456789, Python 3.11.7)" in texts["2.15.0.md"]
         (tmp_path / "issues" / "2.15.0.md").unlink()
+    write(old, "2.15.0+cpu", {MEAN: VIOLATED}, python="3.11.7")
+    write(new, "2.15.0+cpu", {MEAN: HOLDS}, python="3.15.2")
+    _, texts = run(old, new)
+    assert "- last good build: none on record" in texts["2.15.0.md"]
 
 
 def test_a_text_is_short_enough_to_be_filed(tmp_path):
-    cases = {f"mean_gradients.case{number}": {**VIOLATED, "why": "x\n" * 9_000} for number in range(200)}
+    cases = {f"mean_gradients.case{number}": {**VIOLATED, "why": "x\n" * 9_000} for number in range(1_000)}
     write(tmp_path / "2.14.0.jsonl", "2.14.0", dict.fromkeys(cases, HOLDS))
     new = write(tmp_path / "2.15.0.jsonl", "2.15.0", cases)
     _, texts = run(tmp_path / "2.14.0.jsonl", new)
     assert 30_000 < len(texts["2.15.0.md"]) < 65_536
+    assert "### `mean_gradients.case0`" in texts["2.15.0.md"]
     assert "more claims: see the record" in texts["2.15.0.md"]
+    assert "... and more: python -m ci.diff tells the rest" in texts["2.15.0.md"]
 
 
 @pytest.mark.parametrize(
