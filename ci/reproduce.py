@@ -34,6 +34,7 @@ import datetime
 import os
 import sys
 import tempfile
+import time
 import torch
 import torch.distributed as dist
 """
@@ -64,7 +65,10 @@ def _main(index, world_size, path):
 
     subject = Subject(SUBJECT)
     PROGRAM(Rank(index, world_size, device, subject, tell), *VALUE)
-    if GROUP and not MAY:
+    if "hang" in MAY:
+        tell({"fact": "outcome", "text": f"returned, and stays for {WAIT:.0f} s: a peer that waits fails once this one leaves"})
+        time.sleep(WAIT)
+    elif GROUP and not MAY:
         dist.barrier()  # a rank that leaves while a peer still talks makes gloo fail there
     os._exit(0)  # interpreter exit with live gloo threads can abort
 
@@ -131,6 +135,7 @@ def script(case: Case, facet: Facet, lane: str, release: str | None) -> str:
         "SUBJECT": repr(DEFAULT),
         "GROUP": case.group,
         "MAY": case.may,
+        "WAIT": CASE_DEADLINE,
         "TIMEOUT": case.group_timeout or GROUP_TIMEOUT,
         "RENDEZVOUS": GROUP_TIMEOUT,
     }

@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -374,6 +375,7 @@ DEVICE = 'cpu'
 SUBJECT = 'torch.nn.parallel:DistributedDataParallel'
 GROUP = True
 MAY = ()
+WAIT = 30.0
 TIMEOUT = 20.0
 RENDEZVOUS = 20.0
 
@@ -403,7 +405,10 @@ def _main(index, world_size, path):
 
     subject = Subject(SUBJECT)
     PROGRAM(Rank(index, world_size, device, subject, tell), *VALUE)
-    if GROUP and not MAY:
+    if "hang" in MAY:
+        tell({"fact": "outcome", "text": f"returned, and stays for {WAIT:.0f} s: a peer that waits fails once this one leaves"})
+        time.sleep(WAIT)
+    elif GROUP and not MAY:
         dist.barrier()  # a rank that leaves while a peer still talks makes gloo fail there
     os._exit(0)  # interpreter exit with live gloo threads can abort
 
