@@ -10,6 +10,13 @@ from ci import diff, matrix
 KNOWN = tomllib.loads(matrix.VERSIONS.read_text())
 
 
+def whole(torch, python="3.11.7"):
+    """The text of a whole record without a case."""
+    run = {"line": "run", "format": 1, "subject": matrix.DEFAULT, "torch": torch, "lanes": ["gloo:cpu"]}
+    end = {"line": "end", "selected": 0, "collected": 0, "judged": 0, "complete": True}
+    return "".join(f"{json.dumps(line)}\n" for line in ({**run, "build": "cpu", "python": python}, end))
+
+
 def test_every_release_is_a_job_and_the_newest_torch_once_more_on_the_newest_python(capsys):
     assert matrix.main(["--list-json"]) == 0
     jobs = json.loads(capsys.readouterr().out)["include"]
@@ -21,14 +28,10 @@ def test_every_release_is_a_job_and_the_newest_torch_once_more_on_the_newest_pyt
 
 
 def test_a_job_without_a_whole_record_is_named_with_its_reason(tmp_path, capsys):
-    whole = (
-        '{"line": "run", "format": 1, "subject": "a:b", "torch": "2.4.1", "lanes": [], "build": "cpu"}\n'
-        '{"line": "end", "selected": 0, "collected": 0, "judged": 0, "complete": true}\n'
-    )
     jobs = [{"name": f"{torch}-python3", "torch": torch} for torch in ("2.4.1", "2.5.1", "2.6.0", "2.7.1")]
     for torch, name, text in (
-        ("2.4.1", "2.4.1.jsonl", whole),
-        ("2.5.1", "2.5.1.jsonl", whole.splitlines()[0]),
+        ("2.4.1", "2.4.1.jsonl", whole("2.4.1")),
+        ("2.5.1", "2.5.1.jsonl", whole("2.5.1").splitlines()[0]),
         ("2.6.0", "2.6.0.nodata", "uv ended with 1\n"),
     ):
         (tmp_path / f"{torch}-python3").mkdir()
@@ -48,7 +51,7 @@ def test_a_job_without_a_whole_record_is_named_with_its_reason(tmp_path, capsys)
 @pytest.mark.parametrize("index", [None, ""])
 def test_a_nightly_without_an_index_is_no_data(tmp_path, monkeypatch, capsys, index):
     monkeypatch.setenv("TORCH_INDEX", index) if index is not None else monkeypatch.delenv("TORCH_INDEX", False)
-    (tmp_path / "nightly.jsonl").write_text("of last night")
+    (tmp_path / "nightly.jsonl").write_text(whole("2.16.0.dev20261202"))  # of last night
     assert matrix.main(["--versions", "nightly", "--records", str(tmp_path)]) == 1
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "nightly.nodata": "TORCH_INDEX is not set to the index of torch's nightly builds\n"
@@ -76,13 +79,22 @@ def test_fewer_gpus_than_asked_for_are_no_data(tmp_path, says, why):
 
 
 def test_a_record_of_another_python_is_not_taken_for_this_ones(tmp_path, capsys):
-    run = {"line": "run", "format": 1, "subject": matrix.DEFAULT, "torch": "2.4.1", "lanes": ["gloo:cpu"]}
-    end = {"line": "end", "selected": 0, "collected": 0, "judged": 0, "complete": True}
-    text = "".join(f"{json.dumps(line)}\n" for line in ({**run, "build": "cpu", "python": "3.11.7"}, end))
-    (tmp_path / "2.4.1.jsonl").write_text(text)
+    (tmp_path / "2.4.1.jsonl").write_text(whole("2.4.1", "3.11.7"))
     arguments = ["--versions", "2.4.1", "--records", str(tmp_path)]
     for python in ("3.15", "3.1"):
         with pytest.raises(SystemExit, match="2"):
             matrix.main([*arguments, "--python", python])
         assert "Python 3.11.7: name another folder by --records" in capsys.readouterr().err
     assert matrix.main([*arguments, "--python", "3.11"]) == 0
+
+
+def test_what_a_broken_run_leaves_is_not_taken_for_its_record(tmp_path, monkeypatch):
+    def breaks_off(version, *given, **more):
+        (tmp_path / f"{version}.jsonl").write_text(whole("2.5.1"))
+        raise matrix.Broke(f"asked for torch {version}, and 2.5.1 ran")
+
+    monkeypatch.setattr(matrix, "measure", breaks_off)
+    assert matrix.main(["--versions", "2.4.1", "--records", str(tmp_path)]) == 1
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "2.4.1.nodata": "asked for torch 2.4.1, and 2.5.1 ran\n"
+    }
