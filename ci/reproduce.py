@@ -96,6 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if not all(options.lane.rpartition(":")):
             raise LookupError(f"--lane {options.lane}: write backend:device, such as gloo:cpu")
+        golden.release(options.torch or "0")  # raises for what is no release at all
         if options.reports:
             for text in REPORTS.glob("*.md"):
                 text.with_suffix(".py").write_text(
