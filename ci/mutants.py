@@ -182,30 +182,25 @@ def idle_cases(trials: Trials, hunts: Sequence[Hunt], shots: Sequence[Shot]) -> 
     return idle, broken
 
 
-def unbroken_laws(trials: Trials, shots: Sequence[Shot], reasons: dict[str, str]) -> list[dict[str, str]]:
-    """Laws of MUST cases that held and that no subject broke, each with its claim and the reason on file, if any."""
+def laws_of_must(trials: Trials, shots: Sequence[Shot]) -> tuple[set[str], set[str]]:
+    """The laws of MUST cases, as "claim: law": those that ran, and those that some subject broke."""
     must = {shot.id: shot.case.claim for shot in shots if shot.case.level == MUST}
-    held: set[tuple[str, str]] = set()
-    broken: set[tuple[str, str]] = set()
+    ran: set[str] = set()
+    broken: set[str] = set()
     for result in trials.judged():
         if result.case in must:
-            held.update((must[result.case], law) for law in result.laws)
-            broken.update((must[result.case], law) for law in result.broken)
-    return [
-        {"claim": claim, "law": law, "reason": reasons.get(f"{claim}: {law}", "")}
-        for claim, law in sorted(held - broken)
-    ]
+            ran.update(f"{must[result.case]}: {law}" for law in result.laws)
+            broken.update(f"{must[result.case]}: {law}" for law in result.broken)
+    return ran, broken
 
 
 def load_reasons(path: Path = UNBROKEN) -> dict[str, str]:
     """Reasons by "claim: law"; the file has, by reason, the laws that no mutant need break."""
-    if not path.exists():
-        return {}
     by_reason: dict[str, list[str]] = tomllib.loads(path.read_text(encoding="utf-8"))
     return {law: reason for reason, laws in by_reason.items() for law in laws}
 
 
-def plain(hunts: Sequence[Hunt], unbroken: list[dict[str, str]], torch: str) -> dict[str, Any]:
+def plain(hunts: Sequence[Hunt], unbroken: dict[str, str], torch: str) -> dict[str, Any]:
     """The kill matrix as data, for ci.report."""
     return {
         "torch": torch,
@@ -221,7 +216,10 @@ def plain(hunts: Sequence[Hunt], unbroken: list[dict[str, str]], torch: str) -> 
             }
             for found in hunts
         ],
-        "unbroken_laws": unbroken,
+        "unbroken_laws": [
+            {"claim": claim, "law": text, "reason": reason}
+            for claim, _, text, reason in ((*law.partition(": "), reason) for law, reason in unbroken.items())
+        ],
     }
 
 
@@ -247,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not mutants:
         parser.error(f"--only {' '.join(options.only)}: no mutant has that in its name")
+    reasons = load_reasons()
     results = Results(options.results)
     results.load()
     trials = Trials(results)
@@ -267,15 +266,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for found in absent:
         print(f"not offered by torch {trials.settings.torch}: what {found.mutant.name} breaks")
     if whole:
-        unbroken = unbroken_laws(trials, shots, load_reasons())
+        ran, broken = laws_of_must(trials, shots)
+        unbroken = {law: reasons.get(law, "") for law in sorted(ran - broken)}
         print("\nlaws of MUST cases that no mutant breaks:")
-        for law in unbroken:
-            print(f"  {law['claim']}: {law['law']} ({law['reason'] or 'no reason given'})")
-        idle, broken = idle_cases(trials, hunts, shots)
+        for law, reason in unbroken.items():
+            print(f"  {law} ({reason or 'no reason given'})")
+        idle, unsound = idle_cases(trials, hunts, shots)
         wrong += idle
-        for claim in broken:
+        for claim in unsound:
             print(f"not asked: {claim}, which torch {trials.settings.torch} itself breaks; it catches no mutant")
-        wrong += [f"{law['claim']}: no mutant breaks {law['law']!r}" for law in unbroken if not law["reason"]]
+        wrong += [f"no mutant breaks {law}" for law, reason in unbroken.items() if not reason]
+        wrong += [f"a mutant does break {law}: take it out of {UNBROKEN.name}" for law in reasons if law in broken]
         if options.kills:
             text = json.dumps(plain(hunts, unbroken, trials.settings.torch), indent=1)
             options.kills.write_text(text + "\n", encoding="utf-8")

@@ -58,16 +58,16 @@ SUM = mutant("a:Sum", ("means.sum",))
 def matrix(tmp_path, monkeypatch, capsys):
     """Run `python -m ci.mutants` on made-up mutants and cases, given what each breaks; its exit status and its lines."""
 
-    def run(broken, *arguments, known=(MEAN, SUM), other="sum", needs="", **outcomes):
+    def run(broken, *arguments, known=(MEAN, SUM), other="sum", needs="", outcomes=None, reasons=None):
         folder = tmp_path / other
         folder.mkdir(exist_ok=True)
         (folder / "test_made_up.py").write_text(CASES.format(other=other, needs=needs))
         monkeypatch.setattr(trials, "all_cases", lambda: all_cases(folder))
         monkeypatch.setattr(mutants, "find_mutants", lambda: list(known))
-        monkeypatch.setattr(mutants, "load_reasons", dict)
+        monkeypatch.setattr(mutants, "load_reasons", lambda: reasons or {})
         monkeypatch.setattr(mutants, "Trials", MadeUp)
         monkeypatch.setattr(MadeUp, "broken", broken)
-        monkeypatch.setattr(MadeUp, "outcomes", outcomes.get("outcomes", {}))
+        monkeypatch.setattr(MadeUp, "outcomes", outcomes or {})
         monkeypatch.setattr(MadeUp, "observed", [])
         monkeypatch.setattr(trials, "_subject", lambda spec: Subject(DEFAULT))
         always = ["--results", str(tmp_path / "results.jsonl"), "--jobs", "1"]
@@ -93,8 +93,19 @@ def test_a_survivor_and_an_idle_case_and_an_unbroken_law_are_a_line_each(matrix)
     assert failures(lines) == [
         "a:Sum survives: the promise",
         "means.sum (test_other) catches no mutant",
-        "means.sum: no mutant breaks 'the law'",
+        "no mutant breaks means.sum: the law",
     ]
+
+
+def test_a_law_that_no_mutant_breaks_needs_a_reason_and_only_such_a_law(matrix):
+    broken = {MEAN.spec: ["means.mean/w1"], SUM.spec: ["means.mean/w1", "means.sum"]}
+    reasons = {"means.mean: the law": "why not", "means.sum: the law": "arithmetic"}
+    _, lines = matrix(broken, reasons=reasons)
+    taken_out = [f"a mutant does break {law}: take it out of unbroken.toml" for law in reasons]
+    assert failures(lines) == taken_out
+    _, lines = matrix({MEAN.spec: ["means.mean/w1"]}, known=(MEAN,), reasons={"means.sum: the law": "arithmetic"})
+    assert "  means.sum: the law (arithmetic)" in lines
+    assert failures(lines) == ["means.sum (test_other) catches no mutant"]
 
 
 def test_a_mutant_that_only_other_claims_catch_fails(matrix):
