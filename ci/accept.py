@@ -120,8 +120,10 @@ def read_observed(folder: Path) -> dict[str, set[Release]]:
         return {}
     try:
         tables = tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
+        if not all(isinstance(builds, list) for versions in tables.values() for builds in dict(versions).values()):
+            raise ValueError("the builds of a release are a list")
         return {lane: {golden.release(version) for version in versions} for lane, versions in tables.items()}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, tomlkit.exceptions.TOMLKitError) as error:
         raise golden.GoldenError(f"{path}: no table of releases by lane: {error}") from error
 
 
