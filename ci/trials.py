@@ -156,6 +156,8 @@ class Trials:
 
     def differ(self, base: tuple[str, str], mutant: tuple[str, str], shot: Shot) -> bool:
         """Whether the case tells the mutant from what it was made from; both as subject and hash of its sources."""
+        if not is_asked(base[0], shot.case):
+            return False
         result = self.run(*mutant, shot)
         about_ends = bool(shot.case.may) and result.outcomes != BROKE_OFF
         if not result.broken and not about_ends:

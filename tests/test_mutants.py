@@ -46,6 +46,13 @@ class MadeUp(trials.Trials):
         return Observation([report], broke_off="no space left" if outcome == "broke off" else None)
 
 
+class Willing:
+    """A subject that has whatever it is asked for."""
+
+    def need(self, name):
+        pass
+
+
 def mutant(name, breaks, **more):
     return mutants.Mutant(f"tests.mutants.{name}", more.pop("base", DEFAULT), breaks, "the promise", "sources", **more)
 
@@ -69,7 +76,7 @@ def matrix(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(MadeUp, "broken", broken)
         monkeypatch.setattr(MadeUp, "outcomes", outcomes or {})
         monkeypatch.setattr(MadeUp, "observed", [])
-        monkeypatch.setattr(trials, "_subject", lambda spec: Subject(DEFAULT))
+        monkeypatch.setattr(trials, "_subject", lambda spec: Subject(DEFAULT) if spec == DEFAULT else Willing())
         always = ["--results", str(tmp_path / "results.jsonl"), "--jobs", "1"]
         return mutants.main([*always, *arguments]), capsys.readouterr().out.splitlines()
 
@@ -146,12 +153,13 @@ def test_another_end_kills_only_where_the_case_is_about_ends(matrix):
 
 def test_what_torch_does_not_have_is_neither_killed_nor_a_survivor(matrix):
     status, lines = matrix(
-        {MEAN.spec: ["means.mean/w1"]},
+        {MEAN.spec: ["means.mean/w1"], "tests.mutants.a:Newer": ["means.newer"]},
         other="newer",
         needs=', needs=("torch.distributed.no_such_function",)',
         known=(MEAN, mutant("a:Newer", ("means.newer",))),
     )
     assert status == 0
+    assert "means.newer" not in {case for _, case in MadeUp.observed}
     assert any(line.endswith("what a:Newer breaks") and line.startswith("not offered by torch") for line in lines)
 
 
