@@ -73,6 +73,8 @@ class Hunt:
         return 2 * elsewhere(self.caught) > elsewhere(self.tried)
 
     def told(self) -> str:
+        if not self.tried:
+            return f"{self.mutant.name}: not offered by this torch"
         ids = ", ".join(shot.id for shot in self.caught[:6]) + (", ..." if len(self.caught) > 6 else "")
         broad = " (broad)" if self.is_broad else ""
         return f"{self.mutant.name}: {len(self.caught)} of {len(self.tried)}{broad}: {ids or 'SURVIVES'}"
@@ -126,8 +128,11 @@ def order_for(mutant: Mutant, shots: Sequence[Shot], others: int | None) -> list
 
 
 def hunt(trials: Trials, mutant: Mutant, shots: Sequence[Shot], first: int | None) -> Hunt:
-    """The cases that catch the mutant; no more than `first`."""
+    """The cases that catch the mutant, no more than `first`; nothing is tried where this torch lacks what it breaks."""
     found = Hunt(mutant)
+    about_it = [shot.case for shot in shots if shot.case.claim in mutant.breaks]
+    if about_it and not any(is_asked(mutant.base, case) for case in about_it):
+        return found
     for shot in shots:
         found.tried.append(shot)
         if trials.differ((mutant.base, sources_of(mutant.base)), (mutant.spec, mutant.sources), shot):
@@ -135,17 +140,6 @@ def hunt(trials: Trials, mutant: Mutant, shots: Sequence[Shot], first: int | Non
             if len(found.caught) == first:
                 break
     return found
-
-
-def not_offered(hunts: Sequence[Hunt]) -> list[Hunt]:
-    """Mutants of what this torch does not have: nothing that they are about can be asked of what they were made from."""
-    return [
-        hunt
-        for hunt in hunts
-        if not any(
-            is_asked(hunt.mutant.base, shot.case) for shot in hunt.tried if shot.case.claim in hunt.mutant.breaks
-        )
-    ]
 
 
 def failures(hunts: Sequence[Hunt], shots: Sequence[Shot]) -> Iterator[str]:
@@ -260,11 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hunts = list(pool.map(one, mutants))
     finally:
         trials.close()
-    absent = not_offered(hunts)
-    hunts = [found for found in hunts if found not in absent]
+    absent = [found for found in hunts if not found.tried]
+    hunts = [found for found in hunts if found.tried]
     wrong = list(failures(hunts, shots))
-    for found in absent:
-        print(f"not offered by torch {trials.settings.torch}: what {found.mutant.name} breaks")
     if whole:
         ran, broken = laws_of_must(trials, shots)
         unbroken = {law: reasons.get(law, "") for law in sorted(ran - broken)}

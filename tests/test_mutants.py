@@ -160,7 +160,14 @@ def test_what_torch_does_not_have_is_neither_killed_nor_a_survivor(matrix):
     )
     assert status == 0
     assert "means.newer" not in {case for _, case in MadeUp.observed}
-    assert any(line.endswith("what a:Newer breaks") and line.startswith("not offered by torch") for line in lines)
+    assert "a:Newer: not offered by this torch" in lines
+
+
+def test_a_mutant_that_breaks_what_nobody_claims_fails(matrix):
+    _, lines = matrix(
+        {MEAN.spec: ["means.mean/w1"], SUM.spec: ["means.sum"]}, known=(MEAN, SUM, mutant("a:B", ("no.claim",)))
+    )
+    assert failures(lines) == ["a:B: no case shows no.claim, which it is said to break"]
 
 
 def test_a_trial_that_broke_off_is_told_and_not_kept(matrix):
