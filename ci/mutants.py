@@ -228,7 +228,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.others is not None and options.others < 0) or (options.first is not None and options.first < 1):
         parser.error("--others takes 0 or more, --first 1 or more")
+    for path in filter(None, (options.results, options.kills)):
+        if not path.parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}")
     whole = not (options.first or options.only)
+    if options.kills and not whole:
+        parser.error("--kills is of every mutant: leave out --only and --first")
     if options.results is None and whole:
         options.results = ROOT / "mutants.jsonl"
 
@@ -252,32 +257,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return found
 
             hunts = list(pool.map(one, mutants))
+        tried = [found for found in hunts if found.tried]
+        wrong = list(failures(tried, shots))
+        if whole:
+            ran, broken = laws_of_must(trials, shots)
+            unbroken = {law: reasons.get(law, "") for law in sorted(ran - broken)}
+            idle, unsound = idle_cases(trials, tried, shots)
     finally:
         trials.close()
-    absent = [found for found in hunts if not found.tried]
-    hunts = [found for found in hunts if found.tried]
-    wrong = list(failures(hunts, shots))
     if whole:
-        ran, broken = laws_of_must(trials, shots)
-        unbroken = {law: reasons.get(law, "") for law in sorted(ran - broken)}
         print("\nlaws of MUST cases that no mutant breaks:")
         for law, reason in unbroken.items():
             print(f"  {law} ({reason or 'no reason given'})")
-        idle, unsound = idle_cases(trials, hunts, shots)
-        wrong += idle
         for claim in unsound:
             print(f"not asked: {claim}, which torch {trials.settings.torch} itself breaks; it catches no mutant")
+        wrong += idle
         wrong += [f"no mutant breaks {law}" for law, reason in unbroken.items() if not reason]
         wrong += [f"a mutant does break {law}: take it out of {UNBROKEN.name}" for law in reasons if law in broken]
         if options.kills:
-            text = json.dumps(plain(hunts, unbroken, trials.settings.torch), indent=1)
+            text = json.dumps(plain(tried, unbroken, trials.settings.torch), indent=1)
             options.kills.write_text(text + "\n", encoding="utf-8")
     for (subject, case), why in list(trials.broke_off.items())[:1]:
         last = " ".join(why.split())[-200:]
         wrong.append(f"trials that broke off: {len(trials.broke_off)}, such as {subject} in {case}: {last}")
-    survivors = sum(not found.caught for found in hunts)
+    survivors = sum(not found.caught for found in tried)
     print(
-        f"\n{len(hunts)} mutants, {len(shots)} cases, {survivors} survive, {len(absent)} not offered, "
+        f"\n{len(tried)} mutants, {len(shots)} cases, {survivors} survive, {len(hunts) - len(tried)} not offered, "
         f"{len(trials.used)} trials, {time.monotonic() - began:.0f} s"
     )
     for line in wrong:

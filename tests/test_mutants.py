@@ -231,6 +231,8 @@ def test_a_part_of_the_mutants_is_not_asked_whether_every_case_is_of_use(matrix)
         (["--only", "NoSuch"], "--only NoSuch: no mutant has that in its name"),
         (["--others", "-1"], "--others takes 0 or more"),
         (["--first", "0"], "--first 1 or more"),
+        (["--first", "3", "--kills", "kills.json"], "--kills is of every mutant"),
+        (["--kills", "no/such/kills.json"], "no/such/kills.json: there is no folder no/such"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(matrix, capsys, arguments, why):
