@@ -1,6 +1,9 @@
 """A nightly run loses no torch in silence: every job leaves a record or a reason, and what left neither is named."""
 
 import json
+import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -25,6 +28,27 @@ def test_every_release_is_a_job_and_the_newest_torch_once_more_on_the_newest_pyt
     newest = {job["torch"] for job in jobs if job["python"] == KNOWN["newest"]["python"] != KNOWN["python"]}
     assert newest == {max(releases, key=matrix.Version), "nightly"}
     assert len({job["name"] for job in jobs}) == len(jobs) == len(releases) + 2
+
+
+def test_a_job_needs_no_torch_to_begin_with():
+    """The jobs install these few packages beside the suite; everything else is in the environments that ci.matrix makes."""
+    script = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, *more):\n"
+        "        if name.partition('.')[0] not in {*sys.stdlib_module_names, 'ci', 'ddp_conformance', *sys.argv[1:]}:\n"
+        "            raise ImportError(f'a job has no {name}')\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from ci import matrix\n"
+    )
+    workflows = [path.read_text() for path in (matrix.ROOT / ".github" / "workflows").glob("*.yml")]
+    lines = {
+        line for text in workflows for line in re.findall(r"pip install (.*?) uv && \S*pip install --no-deps -e", text)
+    }
+    (installed,) = lines
+    command = [sys.executable, "-c", script, *installed.split()]
+    done = subprocess.run(command, cwd=matrix.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_job_without_a_whole_record_is_named_with_its_reason(tmp_path, capsys):
