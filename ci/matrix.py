@@ -96,7 +96,7 @@ def gather(expected: Sequence[dict[str, str]], folder: Path) -> Iterator[str]:
         try:
             record.read(path)
         except RecordError as error:
-            why = str(error) if path.exists() else "its job left no record and no reason"
+            why = str(error).removeprefix(f"{path}: ") if path.exists() else "its job left no record and no reason"
             reason = path.with_suffix(".nodata")
             if not reason.exists():
                 reason.parent.mkdir(parents=True, exist_ok=True)
