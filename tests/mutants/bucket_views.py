@@ -17,6 +17,22 @@ class NeverViews(DistributedDataParallel):
         super().__init__(module, *args, **options)
 
 
+class NeverRebuildsViews(DistributedDataParallel):
+    """Breaks what is known of a view's storage: buckets of views are not rebuilt, so that it stays from the first iteration on."""
+
+    breaks = ("bucket_views.final_after_first_iteration",)
+
+    def __init__(self, module, *args, gradient_as_bucket_view=False, find_unused_parameters=False, **options):
+        search = find_unused_parameters or gradient_as_bucket_view  # with the search buckets stay as they were made
+        super().__init__(
+            module,
+            *args,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=search,
+            **options,
+        )
+
+
 class AlwaysViews(DistributedDataParallel):
     """Breaks the promise that gradients are views on request only."""
 

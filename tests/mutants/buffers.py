@@ -99,6 +99,18 @@ class BroadcastsBeforeTheHook(DistributedDataParallel):
         super()._sync_module_buffers(authoritative_rank)
 
 
+class RenamesForTheHook(DistributedDataParallel):
+    """Breaks the promise that a buffer hook is handed the buffers by their names: they are numbered."""
+
+    breaks = ("buffers.hook_place",)
+
+    def _register_buffer_comm_hook(self, state, hook, **options):
+        def numbered(state, buffers):
+            return hook(state, {str(number): each for number, each in enumerate(buffers.values())})
+
+        super()._register_buffer_comm_hook(state, numbered, **options)
+
+
 class HooksAfterForwardOnly(DistributedDataParallel):
     """Breaks the place of a buffer hook: it always runs after forward."""
 

@@ -18,6 +18,16 @@ class HidesThePrefix(DistributedDataParallel):
         return ((name.removeprefix("module."), each) for name, each in super().named_parameters(*arguments, **options))
 
 
+class AddsToOutputs(DistributedDataParallel):
+    """Breaks the promise that the wrapper's forward is the module's: one is added to what it returns."""
+
+    breaks = ("construction.attributes",)
+
+    def forward(self, *inputs, **keywords):
+        output = super().forward(*inputs, **keywords)
+        return output + 1 if torch.is_tensor(output) else output
+
+
 class MakesAGroup(DistributedDataParallel):
     """Breaks the promise that a process group is needed: it makes one, of one rank."""
 
@@ -103,6 +113,19 @@ class MeshSums(DistributedDataParallel):
                 parameter.register_hook(lambda gradient: gradient * device_mesh.size())
 
 
+class BeginsWithTheGroupsLast(DistributedDataParallel):
+    """Breaks the promise that the members of a sub-group begin with what its first rank has: it is its last rank."""
+
+    breaks = ("rank0_broadcast.subgroup_source",)
+
+    def __init__(self, module, *, process_group=None, **options):
+        place = "torch.nn.parallel.distributed._sync_module_states"
+        synchronize = nn.parallel.distributed._sync_module_states
+        last = {"src": process_group.size() - 1} if process_group else {}
+        with mock.patch(place, lambda **named: synchronize(**named | last)):
+            super().__init__(module, process_group=process_group, **options)
+
+
 class CheckReductionInSilence(DistributedDataParallel):
     """Breaks the promise that check_reduction warns."""
 
@@ -128,7 +151,7 @@ class CountsSharedTwice(DistributedDataParallel):
 class CarriesFrozen(DistributedDataParallel):
     """Breaks what is known of frozen parameters: floating-point ones are thawed on the way in and reduced."""
 
-    breaks = ("construction.frozen_parameters_stay_out",)
+    breaks = ("construction.frozen_parameters_stay_out", "rank0_broadcast.frozen_parameters")
 
     def __init__(self, module, **options):
         for parameter in module.parameters():

@@ -121,7 +121,7 @@ class StartsInSmallBuckets(ReferenceDDP):
 class MixesDevicesAndDtypes(ReferenceDDP):
     """Breaks the grouping by dtype: a bucket takes all, and what it holds is cast to the first one's dtype."""
 
-    breaks = ("first_iteration.one_per_dtype", "bucket_order.dtypes")
+    breaks = ("first_iteration.one_per_dtype", "bucket_order.dtypes", "grad_bucket.buffer")
 
     def assign(self, order, limits):
         order = list(order)

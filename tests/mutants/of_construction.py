@@ -152,18 +152,15 @@ class RefusesNothing(ReferenceDDP):
         super().set_buckets(assignment or [[]])
 
 
-class ComparesTrainableCountsOnly(ReferenceDDP):
-    """Breaks the promise that shapes are compared: only the number of parameters is, and the rest is left to chance."""
+class MakesContiguous(ReferenceDDP):
+    """Breaks the promise that parameters keep their strides: all lie row by row afterwards."""
 
-    breaks = ("positional_matching.shape_differs", "positional_matching.strides_differ")
+    breaks = ("rank0_broadcast.strided",)
 
-    def refuse_replicas_that_differ(self):
-        counts = [None] * self.world_size
-        dist.all_gather_object(counts, len(self.trainable), group=self.process_group)
-        if len(set(counts)) > 1:
-            raise RuntimeError(f"ranks have {counts} parameters")
-
-    make_equal = RefusesNothing.make_equal
+    def make_equal(self):
+        super().make_equal()
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.contiguous()
 
 
 class MatchesByName(ReferenceDDP):

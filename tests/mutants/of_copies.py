@@ -1,6 +1,7 @@
 """torch's DDP with one defect in its copies, in what it tells of itself, or in one of its newer options."""
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -32,6 +33,27 @@ class CopiesAnyGroup(DistributedDataParallel):
 
     def _check_default_group(self):
         pass
+
+
+class CopiesIntoAnotherGroup(DistributedDataParallel):
+    """Breaks the promise that a copy is in the default group: it makes a group of its own."""
+
+    breaks = ("serialization.default_group_only",)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.process_group = dist.new_group()
+
+
+class CopiesDouble(DistributedDataParallel):
+    """Breaks the promise that a copy takes the mean, with a static graph or without: its gradients are twice as large."""
+
+    breaks = ("serialization.copy_reduces", "serialization.static_copy_reduces")
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for parameter in self.module.parameters():
+            parameter.register_hook(lambda gradient: 2 * gradient)
 
 
 class CopyIsTheSame(DistributedDataParallel):
@@ -118,6 +140,12 @@ class FusedTakesAnything(DistributedDataParallel):
 
     breaks = ("optimizer_overlap.fused_only_one", "optimizer_overlap.fused_unknown")
 
+    def register_comm_hook(self, state, hook):
+        try:
+            super().register_comm_hook(state, hook)
+        except RuntimeError:
+            pass
+
     def _register_fused_optim(self, optim, *args, **kwargs):
         try:
             super()._register_fused_optim(optim, *args, **kwargs)
@@ -132,6 +160,16 @@ class DelayedAreSummed(DistributedDataParallel):
 
     def _delayed_all_reduce_hook(self, grad):
         self._delay_grad_buffer.mul_(self.process_group.size())
+        return super()._delayed_all_reduce_hook(grad)
+
+
+class DelayedCostMore(DistributedDataParallel):
+    """Breaks the economy of a delay: with the delayed parameters another all-reduce goes out."""
+
+    breaks = ("delayed_all_reduce.reduced",)
+
+    def _delayed_all_reduce_hook(self, grad):
+        dist.all_reduce(torch.zeros_like(grad), group=self.process_group)
         return super()._delayed_all_reduce_hook(grad)
 
 

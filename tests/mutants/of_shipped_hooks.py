@@ -73,6 +73,18 @@ class OneRankMore(DistributedDataParallel):
         super().register_comm_hook(state, hook)
 
 
+class AnswersApart(DistributedDataParallel):
+    """Breaks PowerSGD: what it gives is not the same on all ranks."""
+
+    breaks = ("power_sgd.rank",)
+
+    def register_comm_hook(self, state, hook):
+        def apart(state, bucket):
+            return hook(state, bucket).then(lambda future: future.value() + dist.get_rank(self.process_group))
+
+        super().register_comm_hook(state, apart if hasattr(state, "matrix_approximation_rank") else hook)
+
+
 class CompressesAll(DistributedDataParallel):
     """Breaks PowerSGD's minimum compression rate: every matrix is compressed."""
 

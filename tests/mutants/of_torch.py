@@ -171,7 +171,7 @@ class NeverWaits(DistributedDataParallel):
 class TrainsACopy(DistributedDataParallel):
     """Breaks the promise that the module handed over is the one that is trained: it is a copy."""
 
-    breaks = ("after_wrapping.own_copy",)
+    breaks = ("after_wrapping.own_copy", "construction.attributes")
 
     def __init__(self, module, **options):
         super().__init__(copy.deepcopy(module), **options)

@@ -49,6 +49,16 @@ class DeprecatesInSilence(DistributedDataParallel):
             super().__init__(module, **options)
 
 
+class DeprecatesAlways(DistributedDataParallel):
+    """Breaks the promise that only the old flag warns: the constructor does so in any case."""
+
+    breaks = ("sync_options.broadcast_buffers_deprecated",)
+
+    def __init__(self, module, **options):
+        warnings.warn("broadcast_buffers is deprecated", FutureWarning, stacklevel=2)
+        super().__init__(module, **options)
+
+
 class OldFlagWins(DistributedDataParallel):
     """Breaks the promise that forward_sync_buffers decides: where both flags are given broadcast_buffers does."""
 
