@@ -102,10 +102,13 @@ class ForgetsErrors(DistributedDataParallel):
     breaks = ("power_sgd.error_feedback",)
 
     def register_comm_hook(self, state, hook):
-        def forgetting(state, bucket):
+        def forget(future):
             for error in state.error_dict.values():
                 error.zero_()
-            return hook(state, bucket)
+            return future.value()
+
+        def forgetting(state, bucket):
+            return hook(state, bucket).then(forget)
 
         super().register_comm_hook(state, forgetting if getattr(state, "use_error_feedback", False) else hook)
 
