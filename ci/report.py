@@ -4,30 +4,37 @@ Write the matrix page: a static site of claims by torch releases and lanes, from
     python -m ci.report [RECORD...] -o site/      without records, from those kept with the suite
 
 Needs no server and no outside assets. Truncated records are refused, lines of an older program are marked, and what was
-never measured is shown as such.
+never measured is shown as such; a VERSION.nodata among the records, as ci.matrix leaves it where it could measure
+nothing, is a release without data. Where there is a kill matrix (`python -m ci.mutants --kills`), it has a page too.
 """
 
 import argparse
 import ast
+import gc
 import inspect
 import json
 import shutil
 import sys
-import textwrap
+import tempfile
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import torch
 from ddp_conformance import golden, record
 from ddp_conformance.case import Case
-from ddp_conformance.suite import golden_path
+from ddp_conformance.record import Record, RecordError
+from markupsafe import Markup, escape
 
-from ci import coverage, picture, table
-from ci.cases import families, introduction
+from ci import coverage, history, kills, picture, sizes, table
+from ci.cases import CONFORMANCE, families, introduction
 from ci.diff import RECORDS
 from ci.documentation import sentences
 
 TEMPLATES = Path(__file__).with_name("templates")
+KILLS = CONFORMANCE / "kills.json"
 MARKS = {
     "holds": ("✓", "holds"),
     "known": ("K", "known deviation"),
@@ -41,20 +48,43 @@ MARKS = {
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.report", description="Write the matrix page from records.")
-    parser.add_argument("records", nargs="*", type=Path, metavar="RECORD")
+    parser.add_argument("records", nargs="*", type=Path, metavar="RECORD", help="a record, or a .nodata file")
     parser.add_argument("-o", "--output", type=Path, default=Path("site"), metavar="DIR")
+    parser.add_argument("--kills", type=Path, metavar="FILE", help="the kill matrix; default conformance/kills.json")
     options = parser.parse_args(arguments)
     try:
-        records = [record.read(path) for path in options.records or sorted(RECORDS.glob("*.jsonl.gz"))]
-        if not records:
-            raise record.RecordError(f"no record given, and none in {RECORDS}")
+        records, absent = read(options.records or [*sorted(RECORDS.glob("*.gz")), *sorted(RECORDS.glob("*.nodata"))])
+        killed = options.kills or (KILLS if KILLS.exists() else None)
         check_replaceable(options.output)
-        write(table.build(records), options.output)
-    except (record.RecordError, golden.GoldenError, ValueError, OSError) as error:
+        write(table.build(records, absent), options.output, kills.load(killed) if killed else None)
+    except (RecordError, golden.GoldenError, ValueError) as error:
         print(f"ci.report: {error}", file=sys.stderr)
         return 2
-    print(f"{options.output / 'index.html'}: {len(records)} records")
+    except OSError as error:
+        print(f"ci.report: {error.filename or options.output}: {error.strerror}", file=sys.stderr)
+        return 2
+    without = f", {len(absent)} without data" if absent else ""
+    print(f"{options.output / 'index.html'}: {len(records)} records{without}")
     return 0
+
+
+def read(paths: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
+    """The records among the files, and why there is none of the releases that the .nodata files name."""
+    records = [record.read(path) for path in paths if path.suffix != ".nodata"]
+    absent = {path.stem: reason(path) for path in paths if path.suffix == ".nodata"}
+    if not records:
+        raise RecordError(f"no record given, and none in {RECORDS}")
+    return records, absent
+
+
+def reason(path: Path) -> str:
+    try:
+        text = " ".join(path.read_text(encoding="utf-8").split())
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path}: not UTF-8 at byte {error.start}") from error
+    if not text:
+        raise RecordError(f"{path}: it gives no reason for having no data")
+    return text
 
 
 def check_replaceable(output: Path) -> None:
@@ -65,96 +95,148 @@ def check_replaceable(output: Path) -> None:
         raise ValueError(f"-o {output}: the folder holds something else than these pages; name another, or empty it")
 
 
-def write(known: table.Table, output: Path) -> None:
-    """Render every page into a fresh folder, then put it in place of the old one."""
+def write(known: table.Table, output: Path, killed: kills.Kills | None = None) -> None:
+    """Render every page into a fresh folder beside the old one, then put it in its place."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-")
+    except OSError as error:
+        raise ValueError(f"-o {output}: {error.strerror}") from error
+    with scratch:
+        fresh = Path(scratch.name) / "fresh"
+        (fresh / "claim").mkdir(parents=True)
+        render(known, fresh, killed)
+        if output.exists():
+            output.rename(Path(scratch.name) / "old")
+        fresh.rename(output)
+
+
+def render(known: table.Table, folder: Path, killed: kills.Kills | None) -> None:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals.update(marks=MARKS, slug=slug, words=lambda name: name.replace("_", " "))
-    fresh = output.with_name(output.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    (fresh / "claim").mkdir(parents=True)
+    environment.globals.update(
+        table=known, kills=killed, marks=MARKS, changes=table.CHANGES, slug=slug, words=words, link=link, coded=coded
+    )
 
-    def render(template: str, path: str, **values: Any) -> None:
-        root = "../" * path.count("/")
-        text = environment.get_template(template).render(root=root, table=known, **values)
-        (fresh / path).write_text(text, encoding="utf-8")
+    def page(template: str, path: str, **values: Any) -> None:
+        text = environment.get_template(template).render(root="../" * path.count("/"), **values)
+        (folder / path).write_text(text, encoding="utf-8")
 
-    grouped = {family: list(dict.fromkeys(case.claim for case in cases)) for family, cases in families().items()}
-    intros = {family: introduction(cases[0]) for family, cases in families().items()}
-    verdicts = {claim: [known.verdict(claim, index) for index in range(len(known.columns))] for claim in known.claims}
-    changes = {claim: [known.changes(claim, index) for index in range(len(known.columns))] for claim in known.claims}
-    render("index.html", "index.html", families=grouped, intros=intros, verdicts=verdicts, changes=changes)
+    steps = history.steps(known)
+    places = range(len(known.columns))
+    by_family = families()
+    page(
+        "index.html",
+        "index.html",
+        families={family: list(dict.fromkeys(case.claim for case in cases)) for family, cases in by_family.items()},
+        intros={family: introduction(cases[0]) for family, cases in by_family.items()},
+        cells={claim: [shown(known, rows, at) for at in places] for claim, rows in known.claims.items()},
+        releases=list(dict.fromkeys(column.torch for column in known.columns)),
+        counts={step.column: len({claim for claims in step.changes.values() for claim in claims}) for step in steps},
+    )
+    page("changes.html", "changes.html", steps=steps)
+    drawn = {row.id for rows in known.claims.values() for row in rows if picture.is_drawn(row)}
+    known_sizes = sizes.by_case(drawn)
     for claim, rows in known.claims.items():
-        render(
+        page(
             "claim.html",
             f"claim/{slug(claim)}.html",
             claim=claim,
             rows=rows,
             first=rows[0].case,
-            verdicts=verdicts[claim],
-            histories={row.id: history(row, known) for row in rows},
-            pictures={row.id: picture.of_row(row, known.columns) for row in rows},
+            cells={row.id: [shown(known, [row], at) for at in places] for row in rows},
+            values={row.id: history.values(row, known) for row in rows},
+            notes={row.id: history.notes(row) for row in rows},
+            pictures={row.id: list(picture.of_row(row, known.columns, known_sizes.get(row.id, ()))) for row in rows},
             sources=list(dict.fromkeys(source(row.case) for row in rows)),
-            notes={row.id: notes(row) for row in rows},
+            reasons=reasons(rows, known.columns),
+            caught=kills.of_claim(killed, claim) if killed else [],
         )
     accounted = coverage.load(coverage.MAP)
     listed = [(sentence, accounted.get(sentence.fingerprint, {})) for sentence in sentences()]
-    render("coverage.html", "coverage.html", sentences=listed)
-    plain = known.plain()
-    plain["coverage"] = [
-        {"fingerprint": sentence.fingerprint, "owner": sentence.owner, **entry} for sentence, entry in listed
-    ]
-    (fresh / "matrix.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
-    shutil.copy(TEMPLATES / "style.css", fresh / "style.css")
-    shutil.rmtree(output, ignore_errors=True)
-    fresh.rename(output)
+    page("coverage.html", "coverage.html", sentences=listed, torch=torch.__version__)
+    if killed:
+        page("kills.html", "kills.html", survivors=kills.survivors(killed), caught=kills.by_family(killed))
+    told = [{"fingerprint": each.fingerprint, "owner": each.owner, **entry} for each, entry in listed]
+    plain = {**known.plain(), "coverage": {"torch": torch.__version__, "sentences": told}, "kills": killed}
+    (folder / "matrix.json").write_text(json.dumps(plain, separators=(",", ":")), encoding="utf-8")
+    shutil.copy(TEMPLATES / "style.css", folder / "style.css")
 
 
-def history(row: table.Row, known: table.Table) -> list[dict[str, Any]]:
-    """Each fact's values through the releases, lane by lane: where each stands, and whether it was measured there."""
-    told = []
-    for lane in dict.fromkeys(column.lane for column in known.columns):
-        indices = [index for index, column in enumerate(known.columns) if column.lane == lane]
-        cells = [row.cells[index] for index in indices]
-        for fact in dict.fromkeys(name for cell in cells for name in cell.facts):
-            for first, last, value in table.spans(cells, fact):
-                releases = [known.columns[indices[index]].torch for index in (first, last)]
-                told.append(
-                    {
-                        "fact": fact,
-                        "lane": lane,
-                        "releases": releases[0] if first == last else f"{releases[0]} to {releases[1]}",
-                        "value": value if isinstance(value, list) else [value],
-                        "measured": cells[first].measured,
-                        "by_rank": isinstance(value, list),
-                    }
-                )
-    return told
+def shown(known: table.Table, rows: Sequence[table.Row], at: int) -> dict[str, str]:
+    """What a matrix shows of these cases of a claim in one column."""
+    cells, column = [row.cells[at] for row in rows], known.columns[at]
+    verdict, change = table.verdict(cells), table.change(cells)
+    older = any(cell.older for cell in cells)
+    title = f"{column.name}: {MARKS[verdict][1]}"
+    title += f"; {table.CHANGES[change]}, unlike the release before" if change else ""
+    title += "; measured on an older version of the case" if older else ""
+    title += f": {column.absent}" if column.absent else ""
+    return {
+        "verdict": verdict,
+        "change": change,
+        "older": "older" if older else "",
+        "style": slug(verdict) + (" differs" if change else ""),
+        "mark": MARKS[verdict][0] + ("≠" if change else "") + ("*" if older else ""),
+        "title": title,
+    }
 
 
-def notes(row: table.Row) -> list[dict[str, str]]:
-    """What people wrote beside the case's golden facts: notes and broken entries."""
-    entry = golden.load(golden_path(row.case)).get(row.id.partition(".")[2], {})
-    told = [{"kind": "note", **note} for note in entry.get("note", [])]
-    for broken in entry.get("broken", []):
-        what = f"law “{broken['law']}” is broken" if "law" in broken else f"ends by {broken['outcome']}"
-        until = f" until {broken['until']}" if "until" in broken else ""
-        text = f"{what}{until}. {broken.get('note', '')}"
-        told.append({"kind": "broken", "since": broken["since"], "text": text, "link": broken.get("link", "")})
-    return told
+def reasons(rows: Sequence[table.Row], columns: Sequence[table.Column]) -> dict[tuple[str, str], list[str]]:
+    """Why cases of a claim do not simply hold: (verdict, why) -> where, with the facets that it is said of if not of all."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for at, column in enumerate(columns):
+        for row in rows:
+            cell = row.cells[at]
+            if cell.why and cell.verdict != "holds":
+                where = found.setdefault((cell.verdict, cell.why), {})
+                where.setdefault(column.name, []).append(row.id.partition("/")[2])
+    return {
+        why: [name if len(facets) == len(rows) else f"{name} ({', '.join(facets)})" for name, facets in where.items()]
+        for why, where in found.items()
+    }
 
 
 def source(case: Case) -> str:
     """The case as it stands in its module, decorator and all."""
-    lines = inspect.getsource(inspect.unwrap(case.program))
-    ast.parse(textwrap.dedent(lines))
-    return lines
+    found = _functions(case.path).get(case.program.__name__)
+    return found or inspect.getsource(inspect.unwrap(case.program))
 
 
-def slug(claim: str) -> str:
-    return claim.replace(".", "-")
+@cache
+def _functions(path: Path) -> dict[str, str]:
+    """The source of every function of a module, by name; inspect reads a module anew for each."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    return {
+        node.name: "".join(
+            lines[min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1 : node.end_lineno]
+        )
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "_-" else "-" for letter in name)
+
+
+def words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def coded(text: str) -> Markup:
+    """Text with what stands in `backticks` as code."""
+    parts = str(escape(text)).split("`")
+    return Markup("".join(f"<code>{part}</code>" if at % 2 else part for at, part in enumerate(parts)))
+
+
+def link(reference: str) -> str:
+    """`owner/name#number`, as golden files write it, or an address."""
+    return reference if "://" in reference else f"https://github.com/{reference.replace('#', '/issues/')}"
 
 
 if __name__ == "__main__":
+    gc.disable()  # nothing that is made here goes before the end, and the collector takes a fifth of the time
     sys.exit(main())

@@ -75,8 +75,8 @@ def test_an_unknown_release_is_one_clear_line(capsys):
 def test_the_page_tells_measured_from_never_measured(old, tmp_path):
     partial = replace(old, cases=[line for line in old.cases if not line["id"].startswith("mean_gradients.")])
     known = table.build([partial])
-    assert known.verdict("mean_gradients.mean", 0) == "unmeasured"
-    assert known.verdict("trajectory.one_process", 0) == "holds"
+    assert table.verdict(row.cells[0] for row in known.claims["mean_gradients.mean"]) == "unmeasured"
+    assert table.verdict(row.cells[0] for row in known.claims["trajectory.one_process"]) == "holds"
     report.write(known, tmp_path / "site")
     page = (tmp_path / "site" / "claim" / "mean_gradients-mean.html").read_text()
     assert "expected, never measured" in page

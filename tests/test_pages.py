@@ -100,7 +100,7 @@ def test_pages_replace_nothing_but_pages(tmp_path, monkeypatch, capsys):
     [
         (diff, ["9.9.9", "9.9.9"], "9.9.9: neither a record nor a release on file"),
         (report, ["none.jsonl", "-o", "/proc/none"], "none.jsonl: No such file"),
-        (report, ["-o", "/proc/none"], "No such file or directory: '/proc/none.new'"),
+        (report, ["-o", "/proc/none"], "-o /proc/none: No such file or directory"),
         (reproduce, ["no.such"], "no case 'no.such': see pytest --list"),
         (reproduce, ["no_sync.accumulates", "--torch", "new"], "Invalid version: 'new'"),
         (reproduce, ["no_sync.accumulates", "--lane", "gloo"], "--lane gloo: write backend:device"),
