@@ -2,6 +2,7 @@
 Fold records into the golden files: the fewest entries that reproduce every observation, whatever the records' order.
 
     python -m ci.accept RECORD...            write
+    python -m ci.accept --keep RECORD...     write, and keep the records themselves for pages and upgrade reports
     python -m ci.accept --check RECORD...    judge the records by the golden files, write nothing
 
 Runs only observe; this is the one place that writes what is expected, and a person reads the diff. Violated cases are
@@ -24,6 +25,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "conformance" / "golden"
+RECORDS = ROOT / "conformance" / "records"
 JUDGED = ("holds", "changed", "known")
 
 Points = dict[Release, Any]
@@ -34,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.accept", description=__doc__.strip().splitlines()[0])
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORD")
     parser.add_argument("--check", action="store_true", help="judge the records by the golden files, write nothing")
+    parser.add_argument("--keep", action="store_true", help=f"keep the records in {RECORDS.relative_to(ROOT)}, too")
     parser.add_argument("--golden", type=Path, default=FOLDER, metavar="DIR", help="the folder of golden files")
     options = parser.parse_args(arguments)
     try:
@@ -42,13 +45,20 @@ def main(arguments: list[str] | None = None) -> int:
         records = [record.read(path) for path in options.records]
         if foreign := [str(each.path) for each in records if each.run["subject"] != DEFAULT]:
             raise record.RecordError(f"{', '.join(foreign)}: golden files are about {DEFAULT} only")
-        return check(records, options.golden) if options.check else accept(records, options.golden)
+        if options.check:
+            return check(records, options.golden)
+        if options.keep and (partial := [str(each.path) for each in records if not each.whole_suite]):
+            raise record.RecordError(f"{', '.join(partial)}: only records of the whole suite are kept")
+        accept(records, options.golden)
+        for each in records if options.keep else []:
+            print(f"kept: {record.keep(each.path, RECORDS).relative_to(ROOT)}")
+        return 0
     except (record.RecordError, golden.GoldenError) as error:
         print(f"ci.accept: {error}", file=sys.stderr)
         return 2
 
 
-def accept(records: list[record.Record], folder: Path) -> int:
+def accept(records: list[record.Record], folder: Path) -> None:
     """Write what the records add; says what it changed and what it left out."""
     families: dict[str, dict[str, list[tuple[record.Record, dict[str, Any]]]]] = defaultdict(lambda: defaultdict(list))
     for each in records:
@@ -75,7 +85,6 @@ def accept(records: list[record.Record], folder: Path) -> int:
             _write(path, after)
             print(f"changed: {path.name}")
     _write_observed(folder, records)
-    return 0
 
 
 def check(records: list[record.Record], folder: Path) -> int:

@@ -264,6 +264,22 @@ def test_a_workflow_accepts_nothing_and_may_check(tmp_path, monkeypatch, capsys)
     assert accept.main(["--check", *records, "--golden", str(tmp_path / "golden")]) == 1
 
 
+def test_records_of_the_whole_suite_are_kept_when_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(accept, "ROOT", tmp_path)
+    monkeypatch.setattr(accept, "RECORDS", tmp_path / "kept")
+    lines = [line("x", "gloo:cpu", {"one": "a"})]
+    part = save(tmp_path, whole("2.9.1", "gloo:cpu", lines, complete=False))
+    assert accept.main(["--keep", *part, "--golden", str(tmp_path / "golden")]) == 2
+    assert "only records of the whole suite are kept" in capsys.readouterr().err
+    assert not (tmp_path / "golden").exists()
+    assert (
+        accept.main(["--keep", *save(tmp_path, whole("2.9.1+cpu", "gloo:cpu", lines)), f"--golden={tmp_path}/g"]) == 0
+    )
+    assert record.read(tmp_path / "kept" / "2.9.1.jsonl.gz").cases == lines
+    assert (tmp_path / "g" / "family.toml").exists()
+
+
 def test_check_judges_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("CI", raising=False)
     good = [line("x", "gloo:cpu", {"one": "a"}), line("z", "gloo:cpu", NOT_OFFERED)]
