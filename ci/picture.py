@@ -80,10 +80,8 @@ def iterations(buckets: Layout) -> list[Layout]:
 
 def strips(buckets: Layout, sizes: Sequence[int], most: int) -> str:
     """One strip a bucket, in the order they are reduced, with the bytes of each parameter where known; `most` in any."""
-    longest = max(map(len, buckets))
-    scale = (
-        min((WIDTH - MARGIN - RIGHT - SMALLEST * longest) / most, (LARGEST - SMALLEST) / max(sizes)) if sizes else 0.0
-    )
+    room = WIDTH - MARGIN - RIGHT - SMALLEST * max(map(len, buckets))
+    scale = max(0.0, min(room / (most or 1), (LARGEST - SMALLEST) / (max(sizes, default=0) or 1)))
     parts = []
     right = 0.0
     for number, bucket in enumerate(buckets):

@@ -60,8 +60,14 @@ def test_width_is_bytes_and_a_small_parameter_can_still_be_seen():
         f"parameter {at}, {of} bytes" for at, of in ((1, 2048), (0, 1 << 20), (3, 2048), (2, 1 << 19))
     ]
     small, large, _, half = (width for _, width in found)
-    assert small >= picture.SMALLEST
+    assert picture.SMALLEST <= small < large / 4
     assert half - picture.SMALLEST == pytest.approx((large - picture.SMALLEST) / 2, abs=0.1)
+
+
+@pytest.mark.parametrize("known", [[0], [4] * 60])
+def test_empty_and_many_parameters_can_still_be_seen(known):
+    bucket = list(range(len(known)))
+    assert {width for _, width in boxes(picture.strips([bucket], known, sum(known)))} == {picture.SMALLEST}
 
 
 def test_sizes_that_do_not_fit_the_buckets_are_not_drawn():
