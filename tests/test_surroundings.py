@@ -124,6 +124,16 @@ def test_the_verdicts_are_the_same_in_hostile_surroundings(runs, name):
     assert not processes(run.record.parent.name)
 
 
+def test_too_few_descriptors_for_so_many_ranks_is_no_data(tmp_path):
+    little = Little(tmp_path / "suite")
+    little.write("test_family.py", CASES.replace("world=(2, 3)", "world=(60, 1)"))
+    run = little.run("-k", "mean", command=after("ulimit -n 64"))
+    assert run.verdicts == {"family.mean/w60": "no data", "family.mean/w1": "changed"}, run.output
+    assert run.outcomes["family.mean/w60"] == "error"
+    assert "the ranks could not be started: [Errno 24] Too many open files" in run.told["family.mean/w60"].message
+    assert not processes(run.record.parent.name)
+
+
 FULL = 'mount -t tmpfs -o size=1m tmpfs "$FULL"\n'
 
 
