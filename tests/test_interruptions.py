@@ -47,10 +47,8 @@ GOLDEN = "".join(f'["mean/n{i}"]\nlaws = 1\n' for i in range(ALL))
 
 PYTEST, WORKER = "pytest", "a worker"
 ENDS = [
-    (signal.SIGTERM, PYTEST, ()),
     (signal.SIGTERM, PYTEST, ("-n2",)),
     (signal.SIGINT, PYTEST, ("-n2",)),
-    (signal.SIGINT, WORKER, ("-n2",)),
 ]
 """What test_leaving.py leaves out: there SIGKILL ends pytest, a worker and a server, and SIGINT a run without workers."""
 
@@ -151,6 +149,45 @@ def test_a_server_that_still_imports_torch_does_not_outlive_pytest(little):
     os.kill(running.process.pid, signal.SIGKILL)
     running.process.wait()
     until(lambda: not running.processes(), within=GONE, what="the end of the server, before it has torch")
+
+
+AMID = '''\
+"""What comes amid the start of a rank: pytest-timeout's failure the first time, and Ctrl-C the second."""
+
+import pytest
+from ddp_conformance.transport import RankServer
+
+pytest_plugins = ["ddp_conformance.plugin"]
+begin, receive, starts = RankServer.start, RankServer._receive, []
+coming = {2: pytest.fail.Exception("Timeout"), 6: KeyboardInterrupt()}
+
+
+def start(self, *arguments, **more):
+    starts.append(arguments)
+    return begin(self, *arguments, **more)
+
+
+def receive_or_not(self):
+    if len(starts) in coming:
+        raise coming.pop(len(starts))
+    return receive(self)
+
+
+RankServer.start, RankServer._receive = start, receive_or_not
+'''
+
+
+def test_what_comes_amid_the_start_of_a_rank_is_not_lost_nor_is_the_rank(tmp_path):
+    little = Little(tmp_path / "suite")
+    little.write("conftest.py", AMID)
+    little.write("test_family.py", CASES)
+    little.write("golden/family.toml", GOLDEN)
+    running = little.start()
+    run = running.finish()
+    assert run.exit == 2, run.output
+    assert run.counts == {"failed": 1, "passed": 1}
+    assert run.verdicts == {"family.mean/n1": "holds"}
+    check(running, little)
 
 
 KILLS = 50
