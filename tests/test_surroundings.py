@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from ddp_conformance import record
 
 from tests.runs import Little, processes
 
-pytestmark = pytest.mark.timeout(600)  # the runs of a module start together, on a machine that may be busy
+pytestmark = pytest.mark.timeout(600)  # on a machine that may be busy
 
 CASES = '''\
 """Cases that need what surroundings can lack: a rendezvous, a known environment, a place for output."""
@@ -30,18 +29,17 @@ def test_mean(rank):
     ddp = rank.wrap(model)
     ddp(rank.batch(2)).sum().backward()
     rank.law("the mean", model.weight.grad, rank.mean(lambda r: rank.batch(2, of=r)))
+    rank.show("long", "a" * 2048)
 
 
 @case("family.writes", level=MUST, source="here", group=False)
 def test_writes(rank):
-    """No variable that changes what DDP does; two megabytes of output, and facts that fill a small disk."""
+    """No variable that changes what DDP does; two megabytes of output."""
     rank.law("no variable", [name for name in os.environ if name.startswith(("MASTER_", "RANK", "WORLD_"))], [])
-    rank.show("a", "a" * 2048)
-    rank.show("b", "b" * 2048)
     print("ü" * 1_000_000)
 '''
-GOLDEN = '["mean/w2"]\nlaws = 1\n["mean/w3"]\nlaws = 1\n'
-GOLDEN += f'[writes]\nlaws = 1\na = "{"a" * 2048}"\nb = "{"b" * 2048}"\n'
+MEAN = f'laws = 1\nlong = "{"a" * 2048}"\n'  # two of these fill a small disk
+GOLDEN = f'["mean/w2"]\n{MEAN}["mean/w3"]\n{MEAN}[writes]\nlaws = 1\n'
 HOLD = {"family.mean/w2": "holds", "family.mean/w3": "holds", "family.writes": "holds"}
 PYTEST = (sys.executable, "-m", "pytest")
 
@@ -62,33 +60,23 @@ def needs(*namespaces):
 
 
 NETWORK, MOUNTS = ("-n", "-u"), ("-m",)
-SURROUNDINGS = {
-    "64 descriptors": {"command": after("ulimit -n 64")},
-    "locale C": {"environment": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}},
-    "a job launcher's variables": {
-        "environment": {
-            "MASTER_ADDR": "nowhere.invalid",
-            "MASTER_PORT": "1",
-            "RANK": "7",
-            "WORLD_SIZE": "9",
-            "LOCAL_RANK": "7",
-            "GLOO_SOCKET_IFNAME": "none0",
-        }
-    },
-    "no network, no host name": {
-        "namespaces": NETWORK,
-        "command": after("hostname no.such.host\nip link set lo up", *NETWORK),
-    },
-    "IPv6 only, no host name": {
-        "namespaces": NETWORK,
-        "command": after("hostname no.such.host\nip link set lo up\nip address del 127.0.0.1/8 dev lo", *NETWORK),
-    },
-    "a read-only checkout": {
-        "namespaces": MOUNTS,
-        "command": after('mount --bind "$PWD" "$PWD"\nmount -o remount,ro,bind "$PWD"\n! touch x 2>&-', *MOUNTS),
-    },
-    "spaces in TMPDIR": {},
+LAUNCHER = {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7"}
+LONELY = "hostname no.such.host\nip link set lo up\n"
+READ_ONLY = 'mount --bind "$PWD" "$PWD"\nmount -o remount,ro,bind "$PWD"\ncd "$PWD"\n! touch x 2>&-\n'
+SURROUNDINGS = {  # the namespaces, what the shell does, and the environment
+    "64 descriptors": ((), "ulimit -n 64\n", {}),
+    "locale C": ((), "", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+    "a job launcher's variables": ((), "", {**LAUNCHER, "GLOO_SOCKET_IFNAME": "none0"}),
+    "spaces in TMPDIR": ((), 'mkdir -p "$TMPDIR"\n', {"TMPDIR": "it's a 'dir' with $PWD and ü"}),
+    "no network, no host name": (NETWORK, LONELY, {}),
+    "IPv6 only, no host name": (NETWORK, f"{LONELY}ip address del 127.0.0.1/8 dev lo\n", {}),
+    "a read-only checkout": (MOUNTS, READ_ONLY, {}),
 }
+TOGETHER = {
+    "of the process": ("64 descriptors", "locale C", "a job launcher's variables", "spaces in TMPDIR"),
+    "of the machine": ("IPv6 only, no host name", "a read-only checkout"),
+}
+"""By default those of a kind are tried all at once, for a run takes its time; `-m long` tries each by itself."""
 
 
 @pytest.fixture(scope="module")
@@ -99,31 +87,24 @@ def little(tmp_path_factory):
     return little
 
 
-@pytest.fixture(scope="module")
-def runs(little, tmp_path_factory):
-    """The runs by name, two at a time; without those that need namespaces where there are none."""
-    spaces = tmp_path_factory.mktemp("it's a 'tmp' dir with $PWD and ü ")
-    SURROUNDINGS["spaces in TMPDIR"]["environment"] = {"TMPDIR": str(spaces)}
-    with ThreadPoolExecutor(2) as pool:
-        started = {name: pool.submit(start, little, **how) for name, how in SURROUNDINGS.items()}
-    assert not [path for path in spaces.iterdir() if path.name.startswith("ddp-")]
-    return started
-
-
-def start(little, namespaces=(), **how):
+@pytest.mark.parametrize("name", [*TOGETHER, *(pytest.param(name, marks=pytest.mark.long) for name in SURROUNDINGS)])
+def test_the_verdicts_are_the_same_in_hostile_surroundings(little, tmp_path, name):
+    parts = [SURROUNDINGS[each] for each in TOGETHER.get(name, (name,))]
+    namespaces = tuple(option for own, _, _ in parts for option in own)
+    environment = {key: value for _, _, own in parts for key, value in own.items()}
+    if "TMPDIR" in environment:
+        environment["TMPDIR"] = str(tmp_path / environment["TMPDIR"])
     if namespaces:
         needs(*namespaces)
-    return little.run(**how)
-
-
-@pytest.mark.parametrize("name", SURROUNDINGS)
-def test_the_verdicts_are_the_same_in_hostile_surroundings(runs, name):
-    run = runs[name].result()
+    command = after("".join(script for _, script, _ in parts), *namespaces)
+    run = little.run(command=command, environment=environment)
     assert (run.exit, run.verdicts) == (0, HOLD), run.output
     assert record.read(run.record).whole_suite
     assert not processes(run.record.parent.name)
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("ddp-")]
 
 
+@pytest.mark.long
 def test_too_few_descriptors_for_so_many_ranks_is_no_data(tmp_path):
     little = Little(tmp_path / "suite")
     little.write("test_family.py", CASES.replace("world=(2, 3)", "world=(60, 1)"))
@@ -134,25 +115,45 @@ def test_too_few_descriptors_for_so_many_ranks_is_no_data(tmp_path):
     assert not processes(run.record.parent.name)
 
 
-FULL = 'mount -t tmpfs -o size=1m tmpfs "$FULL"\n'
+FULL = """\
+mount -t tmpfs -o size=1m tmpfs "$TMPDIR"
+mount -t tmpfs -o size=4k tmpfs "$RECORDS"
+code=0
+"$@" || code=$?
+cp "$RECORDS/run.jsonl" "$KEPT"
+exit $code
+"""
+"""The shell outlives pytest, for what is on the disk is gone with its mount."""
 
 
-def test_a_full_disk_is_no_data_and_no_verdict_on_ddp(little, tmp_path):
+def test_a_full_disk_is_no_data_and_a_record_cut_short(little, tmp_path):
+    """It is no verdict on DDP, the run goes on, and is red."""
     needs(*MOUNTS)
-    run = little.run(command=after(FULL, *MOUNTS), environment={"TMPDIR": str(tmp_path), "FULL": str(tmp_path)})
+    places = {"TMPDIR": tmp_path / "tmp", "RECORDS": tmp_path / "records", "KEPT": tmp_path / "kept.jsonl"}
+    places["TMPDIR"].mkdir()
+    places["RECORDS"].mkdir()
+    full = places["RECORDS"] / "run.jsonl"
+    command = ("unshare", "-r", *MOUNTS, "sh", "-ec", FULL, "sh", *PYTEST)
+    run = little.run(f"--record={full}", command=command, environment={name: str(at) for name, at in places.items()})
     assert run.exit == 1
-    assert run.verdicts == {**HOLD, "family.writes": "no data"}, run.output
-    assert run.outcomes["family.writes"] == "error"
-    assert "rank 0: broke off\n" in run.told["family.writes"].message
-    assert "OSError: [Errno 28] No space left on device" in run.told["family.writes"].message
+    assert run.counts == {"passed": 2, "error": 1}, run.output
+    assert "family.writes (MUST) no data\n" in run.output
+    assert "rank 0: broke off\n" in run.output
+    assert "OSError: [Errno 28] No space left on device" in run.output
+    assert f"ERROR: --record {full}: No space left on device: the record is cut short\n" in run.output
+    assert "INTERNALERROR" not in run.output
+    assert places["KEPT"].stat().st_size
+    with pytest.raises(record.RecordError):
+        record.read(places["KEPT"])
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_before_the_rendezvous_is_no_data_too(little, tmp_path):
     """Pytest has made its directories by then: the first case finds the disk full."""
     needs(*MOUNTS)
     little.write("fill.py", FILL)
-    environment = {"TMPDIR": str(tmp_path), "FULL": str(tmp_path)}
-    run = little.run("-pfill", "-k", "mean", command=after(FULL, *MOUNTS), environment=environment)
+    mounted = after('mount -t tmpfs -o size=1m tmpfs "$TMPDIR"', *MOUNTS)
+    run = little.run("-pfill", "-k", "mean", command=mounted, environment={"TMPDIR": str(tmp_path)})
     assert run.exit == 1
     assert run.verdicts == {"family.mean/w2": "no data", "family.mean/w3": "no data"}, run.output
     assert set(run.outcomes.values()) == {"error"}
@@ -168,7 +169,7 @@ from pathlib import Path
 
 def pytest_collection_finish(session):
     tempfile.gettempdir()
-    with suppress_full(), Path(os.environ["FULL"], "full").open("wb", buffering=0) as file:
+    with suppress_full(), Path(os.environ["TMPDIR"], "full").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
 
@@ -180,29 +181,6 @@ class suppress_full:
     def __exit__(self, kind, error, trace):
         return kind is OSError
 """
-
-
-def test_a_record_on_a_full_disk_is_cut_short_and_the_run_red_in_one_line(little, tmp_path):
-    needs(*MOUNTS)
-    kept = tmp_path / "kept.jsonl"
-    (tmp_path / "full").mkdir()
-    full = tmp_path / "full" / "run.jsonl"
-    # The shell stays, for what is on the disk is gone with its mount.
-    script = (
-        'mount -t tmpfs -o size=4k tmpfs "$FULL"\ncode=0\n"$@" || code=$?\ncp "$FULL/run.jsonl" "$KEPT"\nexit $code'
-    )
-    run = little.run(
-        f"--record={full}",
-        command=("unshare", "-r", *MOUNTS, "sh", "-ec", script, "sh", *PYTEST),
-        environment={"FULL": str(full.parent), "KEPT": str(kept)},
-    )
-    assert run.exit == 1, run.output
-    assert run.counts == {"passed": 3}
-    assert f"ERROR: --record {full}: No space left on device: the record is cut short\n" in run.output
-    assert "INTERNALERROR" not in run.output
-    assert kept.stat().st_size
-    with pytest.raises(record.RecordError):
-        record.read(kept)
 
 
 def test_a_record_that_cannot_even_begin_is_a_usage_error(little, tmp_path):

@@ -7,7 +7,7 @@ from ddp_conformance import record
 
 from tests.runs import Little
 
-pytestmark = pytest.mark.timeout(600)  # the runs of a module start together, on a machine that may be busy
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]  # seventeen rank servers, each of which imports torch
 
 CASES = '''\
 """Cases with every verdict that a run in order can give."""
