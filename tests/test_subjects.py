@@ -121,6 +121,50 @@ class Late(torch.nn.Module):
 adapter = Adapter()
 
 
+class Elsewhere:
+    """An adapter of something whose gradients, parameters and forward are not where a module's are."""
+
+    def wrap(self, module):
+        return Engine(module)
+
+    def forward(self, engine, *inputs):
+        return engine.inner(*inputs)
+
+    def after_backward(self, engine):
+        engine.reduce()
+
+    def gradients(self, engine):
+        return zip(engine.inner.parameters(), engine.main_grads, strict=True)
+
+    def parameters(self, engine, recurse=True):
+        return engine.inner.parameters(recurse)
+
+    def buffers(self, engine, recurse=True):
+        return engine.inner.buffers(recurse)
+
+
+class Engine(torch.nn.Module):
+    """Trains a module that is none of its own, and leaves `.grad` to itself."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.all, self.main_grads = [module], []
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), 0)
+
+    @property
+    def inner(self):
+        return self.all[0]
+
+    def reduce(self):
+        self.main_grads = [parameter.grad / dist.get_world_size() for parameter in self.inner.parameters()]
+        for gradient in self.main_grads:
+            dist.all_reduce(gradient)
+
+
+elsewhere = Elsewhere()
+
+
 def get_ddp(module):
     """CS336's name for wrap."""
     return Late(module)
@@ -167,7 +211,7 @@ def test_a_broken_adapter_is_named_in_one_line(suite, monkeypatch, name, why):
     assert "\n" not in broken
 
 
-@pytest.mark.parametrize("name", ["ReferenceDDP", "prints_garbage", "adapter"])
+@pytest.mark.parametrize("name", ["ReferenceDDP", "prints_garbage", "adapter", "elsewhere"])
 def test_an_adapter_that_works_passes(suite, name):
     assert check(suite, name) == (None, [])
 
@@ -187,6 +231,7 @@ def test_what_a_subject_changes_for_everybody_is_remarked(suite):
 
 
 CASE = """
+    import torch
     from ddp_conformance import MUST, case
     from ddp_conformance.models import linear
 
@@ -198,6 +243,14 @@ CASE = """
         own = rank.batch(2)
         ddp(own).sum().backward()
         rank.law("the mean", model.weight.grad, rank.mean(lambda r: rank.batch(2, of=r)))
+
+    @case("construction.parameters", level=MUST, source="DistributedDataParallel")
+    def test_parameters(rank):
+        "The wrapped module has the module's parameters and buffers."
+        model = torch.nn.BatchNorm1d(2)
+        ddp = rank.wrap(model)
+        rank.law("parameters", [id(each) for each in ddp.parameters()], [id(each) for each in model.parameters()])
+        rank.law("buffers", [id(each) for each in ddp.buffers()], [id(each) for each in model.buffers()])
 
     @case("no_sync.accumulates", level=MUST, source="DistributedDataParallel")
     def test_local(rank):
@@ -221,7 +274,9 @@ CASE = """
 """
 
 
-@pytest.mark.parametrize("subject", ["tests.test_subjects:adapter", "tests.test_subjects"])
+@pytest.mark.parametrize(
+    "subject", ["tests.test_subjects:adapter", "tests.test_subjects:elsewhere", "tests.test_subjects"]
+)
 def test_adapters_are_judged_and_what_they_lack_is_not_offered(subject, tmp_path):
     suite = Little(tmp_path / "suite")
     suite.write("test_little.py", CASE)
@@ -229,6 +284,7 @@ def test_adapters_are_judged_and_what_they_lack_is_not_offered(subject, tmp_path
     assert run.exit == 0, run.output
     assert run.verdicts == {
         "mean_gradients.mean": "holds",
+        "construction.parameters": "holds",
         "no_sync.accumulates": "holds" if subject.endswith("adapter") else "not offered",
         "logging.data": "not offered",
         "static_graph.taken": "not offered",
@@ -252,4 +308,4 @@ def test_an_author_learns_what_to_mend_first(tmp_path):
     run = suite.run("--subject=tests.mutants.of_reduction:Sums")
     assert run.exit == 1
     assert "fix first: mean_gradients.mean: broken law: the mean" in run.output
-    assert "score: 1 of 2 MUST cases that tests.mutants.of_reduction:Sums offers hold" in run.output
+    assert "score: 2 of 3 MUST cases that tests.mutants.of_reduction:Sums offers hold" in run.output
