@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             beside = known["releases"].get(version, [])
             found = measure(version, python, beside, options.records, extra, gpus=options.gpus, keep=options.keep)
             bad += not conforms(found)
-            print(f"{summary(found)} ({time.monotonic() - began:.0f} s)")
+            print(f"{summary(found)} ({time.monotonic() - began:.0f} s)", flush=True)
         except Broke as error:
             (options.records / f"{version}.jsonl").unlink(missing_ok=True)  # what there is of it is none of this torch
             (options.records / f"{version}.nodata").write_text(f"{error}\n", encoding="utf-8")
