@@ -148,9 +148,8 @@ TOLD = {
 }
 
 HOW = {
-    "alone": {},
+    "alone, without xdist": {},
     "-n2": {},
-    "-p no:xdist, by python -m pytest": {},
     "from / by pytest PATH": {
         "command": (str(Path(sys.executable).with_name("pytest")),),
         "cwd": Path("/"),
@@ -162,7 +161,8 @@ HOW = {
         },
     },
 }
-OPTIONS = {"-n2": ("-n2",), "-p no:xdist, by python -m pytest": ("-p", "no:xdist")}
+ALONE = "alone, without xdist"
+OPTIONS = {"-n2": ("-n2",), ALONE: ("-p", "no:xdist")}
 
 
 def left(temporary):
@@ -212,22 +212,22 @@ def test_a_run_leaves_no_process_and_no_temporary_file(runs, how):
 
 
 def test_a_death_keeps_the_facts_before_it(runs):
-    assert runs["alone"].cases["drill.segfaults"]["facts"]["before"] == ["0", "1"]
-    assert runs["alone"].cases["drill.segfaults"]["laws"] == {"the mean": {"held": 2, "broken": 0}}
+    assert runs[ALONE].cases["drill.segfaults"]["facts"]["before"] == ["0", "1"]
+    assert runs[ALONE].cases["drill.segfaults"]["laws"] == {"the mean": {"held": 2, "broken": 0}}
 
 
-@pytest.mark.parametrize("how", [how for how in HOW if how != "alone"])
+@pytest.mark.parametrize("how", [how for how in HOW if how != ALONE])
 def test_the_case_lines_are_the_same_however_a_run_is_started(runs, how):
     def lines(run):
         return {name: {**line, "seconds": 0, "why": line["why"][:12], "test": ""} for name, line in run.cases.items()}
 
-    assert lines(runs[how]) == lines(runs["alone"])
+    assert lines(runs[how]) == lines(runs[ALONE])
 
 
 def test_variables_that_would_change_what_ddp_does_are_hidden_and_named(runs):
     output = runs["from / by pytest PATH"].output
     assert "variables hidden from ranks: MASTER_ADDR RANK TORCH_DISTRIBUTED_DEBUG\n" in output
-    assert "variables hidden from ranks: none\n" in runs["alone"].output
+    assert "variables hidden from ranks: none\n" in runs[ALONE].output
 
 
 def test_no_process_of_any_run_is_left(runs):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,9 +130,14 @@ class Subject:
     method `wrap`; `package.module` alone a module with such functions. All else that the object may offer is optional:
 
     setup()             called in every rank before the first wrap
-    after_backward(w)   called at the end of every backward, for subjects that reduce or wait there
+    forward(w, *inputs) the output, where the wrapped module's own forward is not it
+    after_backward(w)   called at the end of every backward, for subjects that reduce or wait there, or would at step time
+    gradients(w)        pairs of a parameter and its gradient, asked for after that, where gradients are kept elsewhere
+    parameters(w), buffers(w)   what takes the place of the wrapped module's methods of these names
     no_sync(w)          a context manager, where the wrapped module has none of its own
     teardown()          called in every rank at the end
+
+    There is none for backward or step: cases call `loss.backward()` and `optimizer.step()` and read `.grad`, as users do.
 
     The names of the CS336 assignment, `get_ddp(module)` and `ddp_on_after_backward(w, optimizer)`, stand for wrap and
     after_backward; no optimizer is handed over.
@@ -143,10 +149,7 @@ class Subject:
         own = _method(self.target, "wrap") or _method(self.target, "get_ddp")
         self._wrap: Callable[..., Any] = own or self.target
         self._made: set[type] = set()
-        self._after = _method(self.target, "after_backward") if own else None
-        finish = _method(self.target, "ddp_on_after_backward") if own else None
-        if finish is not None:
-            self._after = lambda made: finish(made, None)
+        self._adapter = self.target if own else None
 
     def wrap(self, module: "nn.Module", **options: Any) -> Any:
         """The wrapped module; options that the subject does not know raise NotOffered, unless they ask for nothing."""
@@ -155,16 +158,34 @@ class Subject:
                 if value is not _default_of(option):
                     raise NotOffered(f"{self.spec} takes no {option}")
                 del options[option]
-        if not self._made and self._wrap is not self.target and (setup := _method(self.target, "setup")):
+        if not self._made and (setup := _method(self._adapter, "setup")):
             setup()
         made = self._wrap(module, **options)
         self._made.add(type(made))
-        if self._after is not None:
-            _call_after_backward(made, self._after)
-        if self._wrap is not self.target and not hasattr(made, "no_sync"):
-            if no_sync := _method(self.target, "no_sync"):
-                made.no_sync = lambda: no_sync(made)
+        for name in ("forward", "parameters", "buffers", "no_sync"):
+            method = _method(self._adapter, name)
+            if method is not None and not (name == "no_sync" and hasattr(made, name)):
+                setattr(made, name, partial(method, made))
+        if after := self._after_backward():
+            _call_after_backward(made, after)
         return made
+
+    def _after_backward(self) -> Callable[[Any], None] | None:
+        """What to do with the wrapped module at the end of a backward, if anything."""
+        reduce, gradients = _method(self._adapter, "after_backward"), _method(self._adapter, "gradients")
+        finish = _method(self._adapter, "ddp_on_after_backward")
+        if reduce is None and finish is None and gradients is None:
+            return None
+
+        def after(made: Any) -> None:
+            if reduce is not None:
+                reduce(made)
+            if finish is not None:
+                finish(made, None)
+            for parameter, gradient in gradients(made) if gradients is not None else ():
+                parameter.grad = gradient
+
+        return after
 
     def offers(self, name: str) -> bool:
         """Whether the subject has this constructor option, attribute or method."""
