@@ -1,5 +1,7 @@
 """Hooks for the suite's own tests only."""
 
+import signal
+
 import pytest
 
 
@@ -7,6 +9,10 @@ import pytest
 # come: by default those with the fewest tests, which are the longest, would come last.
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # in the background, and so in all runs that tests would interrupt
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist, config.option.loadscopereorder = "loadfile", False
 
