@@ -21,9 +21,9 @@ def load(path: Path) -> Kills:
         jsonschema.validate(found, {**schema["$defs"]["kills"], "$defs": schema["$defs"]})
     except jsonschema.ValidationError as error:
         why = f"{error.json_path}: {error.message.splitlines()[0][:200]}"
-        raise ValueError(f"{path}: {why}; write it again by python -m ci.mutants --kills") from error
+        raise ValueError(f"{path}: {why}; write it again by python -m ci.mutants --kills FILE") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: it is no JSON; write it again by python -m ci.mutants --kills") from error
+        raise ValueError(f"{path}: it is no JSON; write it again by python -m ci.mutants --kills FILE") from error
     return found
 
 

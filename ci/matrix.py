@@ -4,9 +4,9 @@ Run the suite on releases of torch, each in a throw-away environment, one after 
     python -m ci.matrix                               every release in ci/versions.toml
     python -m ci.matrix --versions 2.0.1,2.4.1        these; "nightly" is the newest build in the index TORCH_INDEX
     python -m ci.matrix --list-json                   what a nightly run measures, as JSON for a CI matrix
-    python -m ci.matrix --gather DIR                  after it: name what left no record below DIR
+    python -m ci.matrix --gather DIR                  after it: leave a reason below DIR for each job without a whole record
 
-Safe to interrupt: a release whose whole record is there is not run again. An environment that cannot be built, or a run
+Safe to interrupt: a release whose whole record is there is not run again (a nightly is). An environment that cannot be built, or a run
 that breaks off, is no data with its reason, in RECORDS/VERSION.nodata; it is never a failure of torch.
 """
 

@@ -1,13 +1,13 @@
 """
-The kill matrix: every mutant against every case, and which case caught which.
+The kill matrix: which cases catch which mutant.
 
-    python -m ci.mutants                              every mutant, every case: hours; resumes where it stopped
+    python -m ci.mutants                              every mutant, every case: hours; resumes from mutants.jsonl
     python -m ci.mutants --others 10                  the cases of the mutant's own families, and ten of all others
     python -m ci.mutants --others 0 --first 3         its own families only, until three cases caught it
 
-A mutant is a DDP with one defect (`tests/mutants/`). A mutant that more than half of the other families' cases catch is
-broad and proves nothing about any one of them; those that are `at_large` are tried on every case whatever `--others` says,
-for the sake of the laws that they break. Failures, a line each: a mutant that survives or that none of the claims
+A mutant is a DDP with one defect (`tests/mutants/`). One that more than half of the other families' cases that were tried
+catch is broad and proves nothing about any one of them; with `--others 0` only those `at_large` can be found so, which are
+tried on every case whatever `--others` says, for the sake of the laws that they break. Failures, a line each: a mutant that survives or that none of the claims
 it names catches, a MUST case, its facets taken together, that catches no narrow mutant, and a law of a MUST case that no
 mutant breaks and for which `tests/mutants/unbroken.toml` has no reason.
 """

@@ -5,7 +5,7 @@ Write the matrix page: a static site of claims by torch releases and lanes, from
 
 Needs no server and no outside assets. Truncated records are refused, lines of an older program are marked, and what was
 never measured is shown as such; a VERSION.nodata among the records, as ci.matrix leaves it where it could measure
-nothing, is a release without data. Where there is a kill matrix (`python -m ci.mutants --kills`), it has a page too.
+nothing, is a release without data. Where there is a kill matrix (`python -m ci.mutants --kills FILE`), it has a page too.
 """
 
 import argparse

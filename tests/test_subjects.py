@@ -10,6 +10,7 @@ import pytest
 import torch
 from ddp_conformance import record, smoke
 from ddp_conformance.lanes import Lane
+from ddp_conformance.subject import Subject
 from ddp_conformance.suite import Settings, Suite
 from torch import distributed as dist
 
@@ -165,6 +166,11 @@ class Engine(torch.nn.Module):
 elsewhere = Elsewhere()
 
 
+def plain(module, find_unused_parameters=False):
+    """A function, which says nothing of the methods of what it returns."""
+    return ReferenceDDP(module, find_unused_parameters=find_unused_parameters)
+
+
 def get_ddp(module):
     """CS336's name for wrap."""
     return Late(module)
@@ -272,6 +278,20 @@ CASE = """
         rank.wrap(linear(2), static_graph=True)
         rank.law("taken", 1, 1)
 """
+
+
+@pytest.mark.parametrize(
+    ("name", "offered", "lacking"),
+    [
+        ("plain", ["find_unused_parameters", "no_sync", "join"], ["static_graph"]),
+        ("adapter", ["no_sync"], ["static_graph", "find_unused_parameters"]),
+        ("ReferenceDDP", ["find_unused_parameters", "no_sync"], ["static_graph", "join"]),
+        ("prints_garbage", ["static_graph", "join"], []),
+    ],
+)
+def test_an_option_is_offered_that_wrap_names_and_a_method_unless_a_class_lacks_it(name, offered, lacking):
+    subject = Subject(f"tests.test_subjects:{name}")
+    assert [each for each in (*offered, *lacking) if subject.offers(each)] == offered
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ class Subject:
     def wrap(self, module: "nn.Module", **options: Any) -> Any:
         """The wrapped module; options that the subject does not know raise NotOffered, unless they ask for nothing."""
         for option, value in list(options.items()):
-            if not self.offers(option):
+            if not self._takes(option):
                 if value is not _default_of(option):
                     raise NotOffered(f"{self.spec} takes no {option}")
                 del options[option]
@@ -192,14 +192,23 @@ class Subject:
         return after
 
     def offers(self, name: str) -> bool:
-        """Whether the subject has this constructor option, attribute or method."""
+        """
+        Whether the subject has this constructor option, attribute or method.
+
+        What a function will return is not known before it has: a method is taken to be there, and `lacks` says later
+        that it was not.
+        """
+        if self._takes(name) or hasattr(self.target, name):
+            return True
+        return not inspect.isclass(self.target) and _default_of(name) is inspect.Parameter.empty
+
+    def _takes(self, option: str) -> bool:
+        """Whether the option can be handed over; `**options` takes all."""
         try:
             parameters = inspect.signature(self._wrap).parameters.values()
         except (TypeError, ValueError):
             return True
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return True
-        return name in {parameter.name for parameter in parameters} or hasattr(self.target, name)
+        return any(each.kind is each.VAR_KEYWORD or each.name == option for each in parameters)
 
 def _load(spec: str) -> Any:
     module_name, colon, name = spec.partition(":")
