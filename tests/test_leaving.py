@@ -202,8 +202,8 @@ def test_many_cases_in_a_row_leave_nothing(tmp_path, cases):
     print(f"median of {cases} cases: {seconds[cases // 2]} s; grown since case 20: {grown} bytes")
 
 
-FIVE = '''\
-"""Five cases for fresh interpreters, as different as they come."""
+TEN = '''\
+"""Ten cases for fresh interpreters, as different as they come."""
 
 import os
 import signal
@@ -215,7 +215,7 @@ from ddp_conformance import HAZARD, MUST, OBSERVED, case
 from ddp_conformance.models import linear
 
 
-@case("five.backward", level=MUST, source="here")
+@case("ten.backward", level=MUST, source="here", world=(1, 2))
 def test_backward(rank):
     """One backward."""
     model = linear(2)
@@ -224,48 +224,61 @@ def test_backward(rank):
     rank.law("the mean", model.weight.grad, rank.mean(lambda r: rank.batch(2, of=r)))
 
 
-@case("five.dies", level=HAZARD, source="here", group=False, may=("die",))
+@case("ten.alone", level=MUST, source="here", group=False, each={"a": 1, "b": 2, "c": 3})
+def test_alone(rank, value):
+    """No group."""
+    rank.show("value", value)
+    rank.law("one is one", 1, 1)
+
+
+@case("ten.raises", level=MUST, source="here", group=False)
+def test_raises(rank):
+    """An exception."""
+    raise KeyError("x")
+
+
+@case("ten.dies", level=HAZARD, source="here", group=False, may=("die",))
 def test_dies(rank):
     """A permitted death."""
     os.kill(os.getpid(), signal.SIGSEGV)
     signal.pause()
 
 
-@case("five.waits", level=HAZARD, source="here", group=False, may=("hang",))
+@case("ten.waits", level=HAZARD, source="here", group=False, may=("hang",))
 def test_waits(rank):
     """A permitted hang."""
     with rank.may_wait():
         signal.pause()
 
 
-@case("five.broken", level=MUST, source="here", group=False)
+@case("ten.broken", level=MUST, source="here", group=False)
 def test_broken(rank):
     """A broken law."""
     rank.law("one is two", 1, 2)
 
 
-@case("five.environment", level=OBSERVED, source="here", group=False, env={"FIVE": "5"})
+@case("ten.environment", level=OBSERVED, source="here", group=False, env={"TEN": "10"})
 def test_environment(rank):
     """Variables for fresh interpreters only."""
-    rank.show("five", os.environ.get("FIVE"))
+    rank.show("ten", os.environ.get("TEN"))
     rank.show("hash", sys.flags.hash_randomization)
 '''
 
 
 def test_spawned_ranks_say_what_forked_ones_say(tmp_path):
     little = Little(tmp_path / "suite")
-    little.write("test_five.py", FIVE)
+    little.write("test_ten.py", TEN)
     forked, spawned = (little.run("-n2", "--ranks", ranks) for ranks in ("forked", "spawned"))
-    assert len(spawned.cases) == 5
+    assert len(spawned.cases) == 10
 
     def told(run):
         keys = ("verdict", "facts", "laws", "level", "program", "world", "lane")
         return {name: {key: line[key] for key in keys} for name, line in run.cases.items()}
 
     assert told(spawned) == told(forked)
-    assert spawned.cases["five.environment"]["facts"] == {"five": "5", "hash": "0"}
-    assert spawned.cases["five.dies"]["facts"]["outcome"] == "SIGSEGV"
-    assert spawned.cases["five.waits"]["facts"]["outcome"] == "waiting"
+    assert spawned.cases["ten.environment"]["facts"] == {"ten": "10", "hash": "0"}
+    assert spawned.cases["ten.dies"]["facts"]["outcome"] == "SIGSEGV"
+    assert spawned.cases["ten.waits"]["facts"]["outcome"] == "waiting"
 
 
 def test_two_runs_side_by_side_do_not_disturb_each_other(tmp_path):

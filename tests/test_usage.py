@@ -64,6 +64,7 @@ def other(tmp_path_factory):
 REFUSED = {
     ("--lane=gloo",): "ERROR: --lane gloo: write backend:device, such as gloo:cpu",
     ("--lane=smoke:cpu",): "ERROR: --lane smoke:cpu: this torch has no backend smoke, only gloo",
+    ("--lane=smoke:cpu", "-n2"): "ERROR: --lane smoke:cpu: this torch has no backend smoke, only gloo",
     ("--lane=gloo:npu",): "ERROR: --lane gloo:npu: this machine has no npu device that torch can use",
     ("--lane=twin:cpu", "--lane-import=no_such_module"): "No module named 'no_such_module'",
     ("--lane-import=no_such_module",): "No module named 'no_such_module'",
@@ -75,6 +76,8 @@ REFUSED = {
     ("--record=suite.jsonl",): "suite.jsonl: the file exists: name another, or remove it",
     ("--record=no/folder.jsonl",): "no/folder.jsonl: No such file or directory",
     ("--claim=family.plane",): "ERROR: no case matches --claim family.plane: see --list",
+    ("--claim=family.plane", "-n2"): "ERROR: no case matches --claim family.plane: see --list",
+    ("--claim=family.plain", "--claim=family.plane"): "ERROR: no case matches --claim family.plane: see --list",
     ("--claim=family.plain", "--claim=family.plane", "-n2"): "ERROR: no case matches --claim family.plane: see --list",
     ("--claim=family.plain", "-k=zzz"): "ERROR: the other options leave no case of --claim family.plain",
     ("--record=",): "the file exists: name another, or remove it",
