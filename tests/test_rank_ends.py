@@ -134,6 +134,13 @@ def test_talks_garbage(rank):
             pass
 
 
+@case("ends.closes_everything", level=MUST, source="here", group=False)
+def test_closes_everything(rank):
+    """A rank closes every descriptor it has; without a group, for a thread of gloo's may abort first."""
+    rank.law("one is one", 1, 1)
+    os.closerange(0, 64)
+
+
 @case("ends.stopped", level=MUST, source="here")
 def test_stopped(rank):
     """One rank is stopped."""
@@ -236,6 +243,7 @@ TOLD = {
     "ends.long_fact": "rank 0: raised ValueError\n.*a fact is at most 2048 characters, this one has 20000000",
     "ends.output": r"rank 1 output -----\nfirst xxx.*\n\.\.\. \d+ bytes left out \.\.\.\n",
     "ends.talks_garbage": r"rank 1: garbled\nit said b'\{garbage' where its reports go",
+    "ends.closes_everything": r"rank 0: exit 70\b",
     "ends.stopped": "rank 1: waiting\n.*rank 1 stack -----\nno stack: the process does not answer",
     "ends.waits_in_the_constructor": "rank 0: waiting\n.*rank 0 stack -----.*in test_waits_in_the_constructor",
     "ends.waits_in_backward": "rank 0: waiting\n.*rank 0 stack -----.*in test_waits_in_backward",
