@@ -16,7 +16,7 @@ ONLY_TO_LOOK_AT = ("hook_registration.signature_checked", "unused_parameters.non
 FIRST = next(iter(BREAKS))
 
 
-# In all others the laws are those that `ci.mutants` sees broken in a minute; what pytest makes of it is the same.
+# `ci.mutants` sees the laws broken that the others break; what pytest makes of that is the same.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if FIRST != name else []) for name in BREAKS]
 )
