@@ -6,8 +6,8 @@ Run the suite on releases of torch, each in a throw-away environment, one after 
     python -m ci.matrix --list-json                   what a nightly run measures, as JSON for a CI matrix
     python -m ci.matrix --gather DIR                  after it: leave a reason below DIR for each job without a whole record
 
-Safe to interrupt: a release whose whole record is there is not run again (a nightly is). An environment that cannot be built, or a run
-that breaks off, is no data with its reason, in RECORDS/VERSION.nodata; it is never a failure of torch.
+Safe to interrupt: a release whose whole record is there is not run again (a nightly is). An environment that cannot be
+built, or a run that breaks off, is no data with its reason, in RECORDS/VERSION.nodata; it is never a failure of torch.
 """
 
 import argparse

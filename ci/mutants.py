@@ -7,9 +7,9 @@ The kill matrix: which cases catch which mutant.
 
 A mutant is a DDP with one defect (`tests/mutants/`). One that more than half of the other families' cases that were tried
 catch is broad and proves nothing about any one of them; with `--others 0` only those `at_large` can be found so, which are
-tried on every case whatever `--others` says, for the sake of the laws that they break. Failures, a line each: a mutant that survives or that none of the claims
-it names catches, a MUST case, its facets taken together, that catches no narrow mutant, and a law of a MUST case that no
-mutant breaks and for which `tests/mutants/unbroken.toml` has no reason.
+tried on every case whatever `--others` says, for the sake of the laws that they break. Failures, a line each: a mutant
+that survives or that none of the claims it names catches, a MUST case, its facets taken together, that catches no narrow
+mutant, and a law of a MUST case that no mutant breaks and for which `tests/mutants/unbroken.toml` has no reason.
 """
 
 import argparse
