@@ -336,7 +336,9 @@ def test_without_a_kill_matrix_no_page_speaks_of_one(kept, tmp_path):
 def test_a_broken_kill_matrix_is_one_clear_line(tmp_path, capsys, text, why):
     (tmp_path / "kills.json").write_text(text)
     error = refused([KEPT, "--kills", tmp_path / "kills.json", "-o", tmp_path / "site"], capsys)
-    assert error == f"ci.report: {tmp_path / 'kills.json'}: {why}; write it again by python -m ci.mutants --kills FILE\n"
+    assert (
+        error == f"ci.report: {tmp_path / 'kills.json'}: {why}; write it again by python -m ci.mutants --kills FILE\n"
+    )
     assert kills.of_claim(pages.KILLS, "mean_gradients.divisor") == []
 
 
