@@ -1,6 +1,5 @@
 """
-Run the suite on releases of torch, each in a throw-away environment, one after the other, and keep the records. While
-one runs the next one's environment is made: two at a time, 5 GB of disk each.
+Run the suite on releases of torch, each in a throw-away environment, one after the other, and keep the records.
 
     python -m ci.matrix                               every release in ci/versions.toml
     python -m ci.matrix --versions 2.0.1,2.4.1        these; "nightly" is the newest build in the index TORCH_INDEX
@@ -14,12 +13,13 @@ built, or a run that breaks off, is no data with its reason, in RECORDS/VERSION.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,13 @@ from ddp_conformance.subject import DEFAULT
 from packaging.version import InvalidVersion, Version
 
 from ci.cases import ROOT
-from ci.environments import NIGHTLY, Broke, install, last_line, one_ahead, require_gpus
 
 VERSIONS = ROOT / "ci" / "versions.toml"
+NIGHTLY = "nightly"
+
+
+class Broke(Exception):
+    """No data for this release: the environment or the run broke off."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,30 +65,20 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(wrong)
     extra = [f"--lane={lane}" for lane in options.lane] + ([f"--subject={options.subject}"] if options.subject else [])
     options.records.mkdir(parents=True, exist_ok=True)
-    paths = {version: options.records / f"{version}.jsonl" for version in versions}
-    there = {version: found for version in paths if (found := kept(paths[version], version))}
-    absent = [version for version in paths if version not in there]
     bad = 0
-
-    def make(version: str, home: Path) -> Path:
-        interpreter = install(version, python, known["releases"].get(version, []), home)
-        if options.gpus:
-            require_gpus(options.gpus, interpreter)
-        return interpreter
-
-    with closing(one_ahead(absent, make, options.records if options.keep else None)) as made:
-        for number, version in enumerate(paths, 1):
-            print(f"[{number}/{len(paths)}] torch {version}: ", end="", flush=True)
-            began = time.monotonic()
-            try:
-                found = there.get(version) or measure(version, next(made).result(), paths[version], extra)
-                bad += not conforms(found)
-                print(f"{summary(found)} ({time.monotonic() - began:.0f} s)", flush=True)
-            except Broke as error:
-                paths[version].unlink(missing_ok=True)  # what there is of it is none of this torch
-                paths[version].with_suffix(".nodata").write_text(f"{error}\n", encoding="utf-8")
-                print(f"no data: {error}")
-                bad += 1
+    for number, version in enumerate(versions, 1):
+        print(f"[{number}/{len(versions)}] torch {version}: ", end="", flush=True)
+        began = time.monotonic()
+        try:
+            beside = known["releases"].get(version, [])
+            found = measure(version, python, beside, options.records, extra, gpus=options.gpus, keep=options.keep)
+            bad += not conforms(found)
+            print(f"{summary(found)} ({time.monotonic() - began:.0f} s)", flush=True)
+        except Broke as error:
+            (options.records / f"{version}.jsonl").unlink(missing_ok=True)  # what there is of it is none of this torch
+            (options.records / f"{version}.nodata").write_text(f"{error}\n", encoding="utf-8")
+            print(f"no data: {error}")
+            bad += 1
     return 1 if bad else 0
 
 
@@ -130,30 +124,71 @@ def refused(version: str, python: str, records: Path, subject: str, lanes: Seque
     return f"{path} is of {what}: name another folder by --records"
 
 
-def kept(path: Path, version: str) -> Record | None:
-    """The whole record that is there; what was cut short, is another torch's, or last night's, is removed."""
-    try:
-        if version != NIGHTLY:
+def measure(
+    version: str, python: str, beside: Sequence[str], records: Path, extra: Sequence[str], *, gpus: int, keep: bool
+) -> Record:
+    """The record of one release: the one that is there and whole, or that of a run in an environment made for it."""
+    path = records / f"{version}.jsonl"
+    if version == NIGHTLY:
+        path.unlink(missing_ok=True)  # last night's is no longer the newest
+    if path.exists():
+        try:
             return _checked(path, version)
-    except (Broke, RecordError):
-        pass
-    path.unlink(missing_ok=True)
-    path.with_suffix(".nodata").unlink(missing_ok=True)
-    return None
-
-
-def measure(version: str, interpreter: Path, path: Path, extra: Sequence[str]) -> Record:
-    """The record of one release, by a run in the environment that was made for it."""
-    command = [str(interpreter), "-m", "pytest", "-n", "auto", "-q", f"--record={path.resolve()}", *extra]
-    # uv compiles nothing: each of the run's processes that imports torch would, unless the first may keep what it compiled.
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    if done.returncode not in (0, 1) or not path.exists():
-        raise Broke(f"pytest ended with {done.returncode}: {last_line(done)}")
+        except (Broke, RecordError):
+            path.unlink()  # cut short by an interruption, or another torch's
+    (records / f"{version}.nodata").unlink(missing_ok=True)
+    home = Path(tempfile.mkdtemp(prefix=f"torch-{version}-", dir=records if keep else None))
     try:
+        interpreter = install(version, python, beside, home)
+        if gpus:
+            require_gpus(gpus, interpreter)
+        command = [str(interpreter), "-m", "pytest", "-n", "auto", "-q", f"--record={path.resolve()}", *extra]
+        # uv compiles nothing: each of the run's processes that imports torch would, unless the first may keep what it compiled.
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+        if done.returncode not in (0, 1) or not path.exists():
+            raise Broke(f"pytest ended with {done.returncode}: {_last_line(done)}")
         return _checked(path, version)
     except RecordError as error:
         raise Broke(str(error)) from error
+    finally:
+        if not keep:
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def install(version: str, python: str, beside: Sequence[str], home: Path) -> Path:
+    """A Python with this torch, what it needs beside it, and the suite; with a cache that goes when it goes."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if uv is None:
+        raise Broke("uv is not installed: pip install -e '.[dev]'")
+    interpreter = home / "env" / "bin" / "python"
+    pip = [uv, "pip", "install", "--quiet", "--python", str(interpreter)]
+    commands = [[uv, "venv", "--quiet", "--python", python, str(home / "env")]]
+    if version == NIGHTLY:
+        index = os.environ.get("TORCH_INDEX")
+        if not index:
+            raise Broke("TORCH_INDEX is not set to the index of torch's nightly builds")
+        # That index has nothing else that the suite needs; the second install keeps the torch that is there.
+        commands += [[*pip, "--prerelease", "allow", "--index-url", index, "torch"], [*pip, "-e", str(ROOT)]]
+    else:
+        commands.append([*pip, f"torch=={version}", *beside, "-e", str(ROOT)])
+    for command in commands:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "UV_CACHE_DIR": str(home / "cache")}
+        )
+        if done.returncode:
+            raise Broke(f"uv ended with {done.returncode}: {_last_line(done)}")
+    return interpreter
+
+
+def require_gpus(least: int, interpreter: Path) -> None:
+    """Raise Broke where this torch finds fewer: with one GPU most cases of a world of two would be skipped in silence."""
+    count = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([str(interpreter), "-c", count], capture_output=True, text=True)
+    if done.returncode:
+        raise Broke(f"the GPUs cannot be counted: {_last_line(done)}")
+    if (found := int(done.stdout.split()[-1])) < least:
+        raise Broke(f"at least {least} GPUs are needed, and this torch finds {found}")
 
 
 def conforms(found: Record) -> bool:
@@ -177,6 +212,11 @@ def _checked(path: Path, version: str) -> Record:
     if not found.end["complete"]:
         raise Broke(f"{path.name}: the run was not completed")
     return found
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = (done.stderr + "\n" + done.stdout).strip().splitlines()
+    return lines[-1] if lines else "no output"
 
 
 if __name__ == "__main__":
