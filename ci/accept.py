@@ -14,6 +14,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,17 @@ def main(arguments: list[str] | None = None) -> int:
         records = [record.read(path) for path in options.records]
         if foreign := [str(each.path) for each in records if each.run["subject"] != DEFAULT]:
             raise record.RecordError(f"{', '.join(foreign)}: golden files are about {DEFAULT} only")
+        if empty := [str(each.path) for each in records if not each.cases]:
+            raise record.RecordError(f"{', '.join(empty)}: no case was run; run the suite again with --record")
         if options.check:
             return check(records, options.golden)
         if options.keep and (partial := [str(each.path) for each in records if not each.whole_suite]):
             raise record.RecordError(f"{', '.join(partial)}: only records of the whole suite are kept")
+        for each in records if options.keep else []:
+            if lacking := sorted(case_ids(options.golden) - {line["id"] for line in each.cases}):
+                raise record.RecordError(
+                    f"{each.path}: it lacks {len(lacking)} cases of the suite, such as {lacking[0]}"
+                )
         accept(records, options.golden)
         for each in records if options.keep else []:
             print(f"kept: {record.keep(each.path, RECORDS).relative_to(ROOT)}")
@@ -56,6 +64,16 @@ def main(arguments: list[str] | None = None) -> int:
     except (record.RecordError, golden.GoldenError) as error:
         print(f"ci.accept: {error}", file=sys.stderr)
         return 2
+
+
+def case_ids(folder: Path) -> set[str]:
+    """Every case that the golden files know."""
+    return {
+        f"{path.stem}.{name}"
+        for path in folder.glob("*.toml")
+        for name in golden.load(path)
+        if path.name != "observed.toml"
+    }
 
 
 def accept(records: list[record.Record], folder: Path) -> None:
@@ -89,14 +107,16 @@ def accept(records: list[record.Record], folder: Path) -> None:
 
 def check(records: list[record.Record], folder: Path) -> int:
     """Print every case line that the golden files do not expect; 1 if there is one."""
-    wrong = 0
+    wrong, load = 0, cache(golden.load)
     for each in records:
         for line in each.cases:
             family, _, name = line["id"].partition(".")
             where = f"{line['id']} [{line['lane']}] on {each.run['torch']}"
-            known = golden.expected(golden.load(folder / f"{family}.toml"), name, line["lane"], each.run["torch"])
+            known = golden.expected(load(folder / f"{family}.toml"), name, line["lane"], each.run["torch"])
             if line["verdict"] == "violated":
                 why = "violated"
+            elif record.needs_a_person(line) and line["verdict"] == "no data":
+                why = line["why"].splitlines()[0]
             elif line["verdict"] == "not offered":
                 why = "golden says it is offered" if known.offered else ""
             elif line["verdict"] == "no data":
@@ -108,13 +128,16 @@ def check(records: list[record.Record], folder: Path) -> int:
                 wrongs = sorted(
                     key for key in wanted.keys() | line["facts"].keys() if wanted.get(key) != line["facts"].get(key)
                 )
-                why = (
-                    f"differs in {', '.join(wrongs)}"
-                    if wrongs
-                    else ""
-                    if known.offered
-                    else "golden says it is not offered"
-                )
+                if wrongs:
+                    why = f'differs in {", ".join(wrongs)} from {family}.toml ["{name}"]'
+                elif not known.offered:
+                    why = "golden says it is not offered"
+                elif line["verdict"] == "known" and not known.broken:
+                    why = "known, and golden says nothing of what breaks"
+                elif line["verdict"] == "holds" and known.broken:
+                    why = f"holds, and golden says that {known.broken[0].what} breaks"
+                else:
+                    why = ""
             if why:
                 wrong += 1
                 print(f"{where}: {why}")

@@ -7,9 +7,9 @@ Write CLAIMS.md, the contract as one page, from the cases.
 
 import argparse
 import sys
-import tomllib
 from collections.abc import Iterator
 
+from ddp_conformance import golden
 from ddp_conformance.case import HAZARD, MUST, OBSERVED, Case
 from ddp_conformance.suite import golden_path
 from packaging.version import Version
@@ -28,7 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.claims", description="Write CLAIMS.md from the cases.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is stale")
     options = parser.parse_args(arguments)
-    text = "\n".join(page()) + "\n"
+    try:
+        text = "\n".join(page()) + "\n"
+    except golden.GoldenError as error:
+        print(f"ci.claims: {error}", file=sys.stderr)
+        return 2  # 1 says that the page is stale, which nobody knows here
     if options.check:
         fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
         print("CLAIMS.md is fresh" if fresh else "CLAIMS.md is stale: run python -m ci.claims")
@@ -83,8 +87,7 @@ def entry(claim: str, cases: list[Case]) -> Iterator[str]:
 
 def offered(case: Case) -> str:
     """Since which torch the claim can be shown, where the golden file knows a release without it."""
-    path = golden_path(case)
-    tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    tables = golden.load(golden_path(case))
     names = [case.id(facet).partition(".")[2] for facet in case.facets()]
     entries = [tables.get(name, {}).get("offered") for name in names]
     since = {

@@ -9,6 +9,7 @@ read from the installed torch and stored nowhere. Exits 1 when a sentence is pen
 """
 
 import argparse
+import signal
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ddp_conformance import golden
 from ddp_conformance.case import MUST, Case
 
 from ci import sources
@@ -64,15 +66,17 @@ def load(path: Path) -> dict[str, Any]:
     """Fingerprint -> {claims = [...]} or {reason = "..."}; raises ValueError, in one line, for anything else."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path.name}: not a TOML file: {error}") from error
-    for fingerprint, entry in table.items():
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, or a number of thousands of digits
+        raise ValueError(f"{path.name}: not a TOML file: {golden.one_line(str(error))}") from error
+    for key, entry in table.items():
+        fingerprint = golden.one_line(key)
         if not isinstance(entry, dict) or len(entry) != 1 or not ({"claims", "reason"} & entry.keys()):
             raise ValueError(f"{path.name}: {fingerprint}: write claims = [...] or reason = ...")
         if "reason" in entry and entry["reason"] not in REASONS:
             raise ValueError(f"{path.name}: {fingerprint}: reason {entry['reason']!r} is none of {', '.join(REASONS)}")
-        if "claims" in entry and not (isinstance(entry["claims"], list) and entry["claims"]):
-            raise ValueError(f"{path.name}: {fingerprint}: claims is a list with at least one claim id")
+        claims = entry.get("claims", [""])
+        if not (isinstance(claims, list) and claims and all(isinstance(claim, str) for claim in claims)):
+            raise ValueError(f"{path.name}: {fingerprint}: claims is a list with at least one claim id, each a string")
     return table
 
 
@@ -101,4 +105,5 @@ def errors(accounted: Mapping[str, Any], known: Collection[Sentence], cases: Col
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, ends this quietly
     sys.exit(main())

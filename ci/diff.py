@@ -11,9 +11,11 @@ on both sides is named as such, and is not called unchanged.
 
 import argparse
 import json
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
-        difference = compare(find(options.old), find(options.new))
+        old, new = find(options.old), find(options.new)
+        if old.run["subject"] != new.run["subject"]:
+            raise RecordError(f"{old.path} is of {old.run['subject']}, {new.path} of {new.run['subject']}")
+        difference = compare(old, new)
     except (RecordError, golden.GoldenError) as error:
         print(f"ci.diff: {error}", file=sys.stderr)
         return 2
@@ -84,11 +89,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def find(name: str) -> Record:
     """The record of a release, or the one in a file."""
-    if Path(name).exists():
-        return record.read(Path(name))
-    kept = RECORDS / f"{name}.jsonl.gz"
-    if kept.exists():
-        return record.read(kept)
+    for path in (Path(name), RECORDS / f"{name}.jsonl.gz"):
+        with suppress(OSError):  # a name too long to be one
+            if path.exists():
+                return record.read(path)
     have = " ".join(sorted((path.name.removesuffix(".jsonl.gz") for path in RECORDS.glob("*.gz")), key=golden.release))
     raise RecordError(f"{name}: neither a record nor a release on file; on file are {have or 'none'}")
 
@@ -186,7 +190,7 @@ def _lines(change: Change, difference: Difference) -> Iterator[str]:
             for line in _value(value):
                 yield f"      {label:{width}}  {line}"
     for side, label in (("old", difference.old), ("new", difference.new)):
-        if mended and change.why.get(side):
+        if (mended or not change.facts) and change.kind not in ("offered", "gone") and change.why.get(side):
             yield f"    {label}: {change.why[side].splitlines()[0]}"
     for note in change.notes:
         yield f"    note: {note}"
@@ -203,16 +207,19 @@ def _value(value: Any) -> list[str]:
 
 
 def _kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    broken = {"known", "violated"}
     if old["verdict"] == "not offered" or new["verdict"] == "not offered":
         if old["verdict"] == new["verdict"]:
             return None
         return "offered" if old["verdict"] == "not offered" else "gone"
-    if new["verdict"] in broken and old["verdict"] not in broken:
-        return "breaks"
-    if old["verdict"] in broken and new["verdict"] not in broken:
-        return "mended"
-    return "changed" if _differing(old, new) else None
+    before, after = badness(old["verdict"]), badness(new["verdict"])
+    if before != after:
+        return "breaks" if before < after else "mended"
+    return "changed" if _differing(old, new) or record.broken_laws(old) != record.broken_laws(new) else None
+
+
+def badness(verdict: str) -> int:
+    """How far a verdict is from conforming: what goes from known to violated breaks, too."""
+    return {"known": 1, "violated": 2}.get(verdict, 0)
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -232,4 +239,5 @@ def _explain(change: Change, case: Case, case_id: str, lane: str, old: str, new:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, ends this quietly
     sys.exit(main())

@@ -27,7 +27,7 @@ from packaging.version import Version
 
 from ci import diff
 from ci.cases import all_cases
-from ci.matrix import VERSIONS, summary
+from ci.matrix import VERSIONS, needed_beside, summary
 
 BAD = ("violated", "changed")
 GOOD = ("holds", "known", "not offered")
@@ -195,7 +195,7 @@ def reproduce(build: Record, found: Sequence[Finding]) -> str:
     if version.is_devrelease:
         install = f'pip install --pre torch=={version.public} --index-url "$TORCH_INDEX"   # of torch\'s nightly builds'
     else:
-        beside = tomllib.loads(VERSIONS.read_text(encoding="utf-8"))["releases"].get(version.public, [])
+        beside = needed_beside(version.public, tomllib.loads(VERSIONS.read_text(encoding="utf-8"))["releases"])
         install = " ".join([f"pip install torch=={version.public}", *(f"'{each}'" for each in beside)])
     lanes = [f"--lane {lane}" for lane in dict.fromkeys(bad.line["lane"] for bad in found)]
     claims = [f"--claim {claim}" for claim in dict.fromkeys(bad.claim for bad in found)][:20]

@@ -59,7 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(line)
         return 0
     python = options.python or known["python"]
-    versions = options.versions.split(",") if options.versions is not None else list(known["releases"])
+    versions = (
+        [name.strip() for name in options.versions.split(",")]
+        if options.versions is not None
+        else list(known["releases"])
+    )
     for version in versions:
         if wrong := refused(version, python, options.records, options.subject or DEFAULT, options.lane):
             parser.error(wrong)
@@ -70,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"[{number}/{len(versions)}] torch {version}: ", end="", flush=True)
         began = time.monotonic()
         try:
-            beside = known["releases"].get(version, [])
+            beside = needed_beside(version, known["releases"])
             found = measure(version, python, beside, options.records, extra, gpus=options.gpus, keep=options.keep)
             bad += not conforms(found)
             print(f"{summary(found)} ({time.monotonic() - began:.0f} s)", flush=True)
@@ -80,6 +84,15 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"no data: {error}")
             bad += 1
     return 1 if bad else 0
+
+
+def needed_beside(version: str, releases: dict[str, list[str]]) -> list[str]:
+    """What a release needs beside torch: what is written of it, or of another release of the same minor version."""
+    if version == NIGHTLY:
+        return []
+    minor = Version(version).release[:2]
+    alike = [beside for name, beside in releases.items() if Version(name).release[:2] == minor]
+    return releases.get(version, alike[0] if alike else [])
 
 
 def jobs(known: dict[str, Any]) -> list[dict[str, str]]:
@@ -133,9 +146,11 @@ def measure(
         path.unlink(missing_ok=True)  # last night's is no longer the newest
     if path.exists():
         try:
-            return _checked(path, version)
+            if (found := _checked(path, version)).whole_suite:
+                return found
         except (Broke, RecordError):
-            path.unlink()  # cut short by an interruption, or another torch's
+            pass
+        path.unlink()  # cut short by an interruption, or another torch's
     (records / f"{version}.nodata").unlink(missing_ok=True)
     home = Path(tempfile.mkdtemp(prefix=f"torch-{version}-", dir=records if keep else None))
     try:
@@ -148,7 +163,10 @@ def measure(
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
         if done.returncode not in (0, 1) or not path.exists():
             raise Broke(f"pytest ended with {done.returncode}: {_last_line(done)}")
-        return _checked(path, version)
+        found = _checked(path, version)
+        if done.returncode and conforms(found):
+            raise Broke(f"pytest failed, and for no case on record: {_last_line(done)}")
+        return found
     except RecordError as error:
         raise Broke(str(error)) from error
     finally:
@@ -192,15 +210,19 @@ def require_gpus(least: int, interpreter: Path) -> None:
 
 
 def conforms(found: Record) -> bool:
-    """Whether nothing on record needs a person: no case violated or changed, and none that broke off."""
-    return found.whole_suite and all(line["verdict"] not in ("violated", "changed") for line in found.cases)
+    """Whether nothing on record needs a person: no case violated, changed or broken off, and no lane without a verdict."""
+    judged = {line["lane"] for line in found.cases if line["verdict"] != "no data"}
+    return found.whole_suite and judged >= set(found.run["lanes"]) and not any(map(record.needs_a_person, found.cases))
 
 
 def summary(found: Record) -> str:
     counts: dict[str, int] = {}
     for line in found.cases:
         counts[line["verdict"]] = counts.get(line["verdict"], 0) + 1
-    return ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+    told = [f"{count} {verdict}" for verdict, count in sorted(counts.items())]
+    if not found.whole_suite:
+        told.append(f"judged {found.end['judged']} of {found.end['collected']} cases")
+    return ", ".join(told)
 
 
 def _checked(path: Path, version: str) -> Record:

@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_conformance.case import MUST
+from ddp_conformance.case import MUST, Case
 from ddp_conformance.subject import DEFAULT
 
-from ci.cases import ROOT
-from ci.trials import Results, Shot, Trials, digest, find_shots, is_asked
+from ci.cases import ROOT, all_cases
+from ci.trials import LANE, Results, Shot, Trials, digest, find_shots, is_asked
 
 REFERENCE = "tests.reference_ddp:ReferenceDDP"
 FOLDER = ROOT / "tests" / "mutants"
@@ -176,6 +176,20 @@ def idle_cases(trials: Trials, hunts: Sequence[Hunt], shots: Sequence[Shot]) -> 
     return idle, broken
 
 
+def not_asked(cases: Iterable[Case]) -> Iterator[str]:
+    """The MUST claims from which no kill can be asked here, a line for each reason."""
+    claims: dict[str, set[str]] = {}
+    for case in cases:
+        if case.level == MUST:
+            of_torch = "are about torch and not about the subject" if case.of == "torch" else ""
+            elsewhere = "" if LANE.admitted_by(case.lanes) else "need another lane"
+            reason = of_torch or elsewhere or ("" if is_asked(DEFAULT, case) else "this torch does not offer")
+            claims.setdefault(case.claim, set()).add(reason)
+    for reason in sorted({min(reasons) for reasons in claims.values()} - {""}):
+        found = [claim for claim, reasons in claims.items() if min(reasons) == reason]
+        yield f"not asked: {len(found)} MUST claims that {reason}: {', '.join(found)}"
+
+
 def laws_of_must(trials: Trials, shots: Sequence[Shot]) -> tuple[set[str], set[str]]:
     """The laws of MUST cases, as "claim: law": those that ran, and those that some subject broke."""
     must = {shot.id: shot.case.claim for shot in shots if shot.case.level == MUST}
@@ -228,9 +242,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.others is not None and options.others < 0) or (options.first is not None and options.first < 1):
         parser.error("--others takes 0 or more, --first 1 or more")
-    for path in filter(None, (options.results, options.kills)):
-        if not path.parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: it takes 1 or more")
+    for option, path in (("--results", options.results), ("--kills", options.kills)):
+        if path is not None and path.is_dir():
+            parser.error(f"{option} {path}: it is a folder; name a file in it")
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{option} {path}: there is no folder {path.parent}")
     whole = not (options.first or options.only)
     if options.kills and not whole:
         parser.error("--kills is of every mutant: leave out --only and --first")
@@ -269,6 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nlaws of MUST cases that no mutant breaks:")
         for law, reason in unbroken.items():
             print(f"  {law} ({reason or 'no reason given'})")
+        for line in not_asked(all_cases()):
+            print(line)
         for claim in unsound:
             print(f"not asked: {claim}, which torch {trials.settings.torch} itself breaks; it catches no mutant")
         wrong += idle

@@ -70,11 +70,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read(paths: Sequence[Path]) -> tuple[list[Record], dict[str, str]]:
     """The records among the files, and why there is none of the releases that the .nodata files name."""
+    for path in paths:
+        if path.is_dir():
+            raise RecordError(f"{path}: it is a folder, not a record; {instead_of(path)}")
     records = [record.read(path) for path in paths if path.suffix != ".nodata"]
     absent = {path.stem: reason(path) for path in paths if path.suffix == ".nodata"}
+    if not records and absent:
+        names = ", ".join(str(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+        raise RecordError(f"no record among {names}: a .nodata file only says why there is none; name a record, too")
     if not records:
-        raise RecordError(f"no record given, and none in {RECORDS}")
+        raise RecordError(f"no record given, and none in {RECORDS}: name one, as pytest --record writes it")
     return records, absent
+
+
+def instead_of(folder: Path) -> str:
+    """What to give in place of a folder: the files in it, or those beside an environment that ci.matrix --keep left."""
+    for where in (folder, folder.parent):
+        if found := [str(where / kind) for kind in ("*.jsonl", "*.jsonl.gz", "*.nodata") if any(where.glob(kind))]:
+            return f"name only the files: {' '.join(found)}"
+    return "leave it out"
 
 
 def reason(path: Path) -> str:

@@ -11,6 +11,7 @@ The script holds the suite's own sources that the case needs and the case as it 
 
 import argparse
 import ast
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -219,4 +220,5 @@ def _statements(path: Path) -> list[ast.stmt]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, ends this quietly
     sys.exit(main())

@@ -14,6 +14,7 @@ from ddp_conformance.subject import DEFAULT
 from ddp_conformance.suite import golden_path
 from packaging.version import InvalidVersion
 
+from ci import diff
 from ci.cases import all_cases
 
 SEVERITY = ("holds", "not offered", "no data", "unmeasured", "known", "changed", "violated")
@@ -26,8 +27,8 @@ CHANGES = {
     "offered": "is newly offered",
 }
 """How a case can differ from the release before; a claim shows what stands first here."""
-SILENT = ("no data", "unmeasured")
 BROKEN = ("known", "violated")
+SILENT = ("no data", "unmeasured")
 
 
 @dataclass(frozen=True, order=True)
@@ -232,7 +233,7 @@ def _change(old: Cell, new: Cell) -> str:
     lacking = [cell.verdict == "not offered" for cell in (old, new)]
     if any(lacking):
         return "" if all(lacking) else "offered" if lacking[0] else "gone"
-    broken = [cell.verdict in BROKEN for cell in (old, new)]
-    if broken[0] != broken[1]:
-        return "mended" if broken[0] else "breaks"
+    before, after = (diff.badness(cell.verdict) for cell in (old, new))
+    if before != after:
+        return "breaks" if before < after else "mended"
     return "changed" if old.facts != new.facts else ""

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -300,8 +301,27 @@ def test_check_judges_and_writes_nothing(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "2 case lines, 0 not as expected\n"
     assert accept.main(["--check", records[1], "--golden", str(folder)]) == 1
     told = capsys.readouterr().out.splitlines()
-    assert told[0] == "family.x [gloo:cpu] on 2.9.1: differs in one"
+    assert told[0] == 'family.x [gloo:cpu] on 2.9.1: differs in one from family.toml ["x"]'
     assert told[1] == "family.y [gloo:cpu] on 2.9.1: violated"
     assert "family.absent [gloo:cpu] on 2.9.1: golden says it is offered" in told
     assert told[-1] == "6 case lines, 5 not as expected"
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_check_names_just_the_kept_releases_of_which_a_golden_is_false(tmp_path, capsys):
+    folder = tmp_path / "golden"
+    shutil.copytree(accept.FOLDER, folder)
+    true = (folder / "bucket_cap.toml").read_text()
+    false = true.replace('"2.4" = "[5 4 3 2 1 0]"', '"2.4" = "[0 1 2 3 4 5]"', 1)
+    assert false != true
+    (folder / "bucket_cap.toml").write_text(false)
+    paths = sorted(accept.RECORDS.glob("*.jsonl.gz"), key=lambda path: golden.release(path.name.split(".jsonl")[0]))
+    kept = [record.read(path).run["torch"] for path in paths]
+    assert accept.main(["--check", *map(str, paths), "--golden", str(folder)]) == 1
+    *told, total = capsys.readouterr().out.splitlines()
+    newer = [torch for torch in kept if golden.release(torch) >= (2, 4)]
+    assert newer[0].startswith("2.4.1")
+    assert [line.partition(" from ")[0] for line in told] == [
+        f"bucket_cap.negative [gloo:cpu] on {torch}: differs in buckets" for torch in newer
+    ]
+    assert total.endswith(f" case lines, {len(newer)} not as expected")

@@ -52,6 +52,34 @@ def test_what_changed_is_named_by_kind(old, values, kind):
     assert only_change(new, old).kind == {"changed": "changed", "breaks": "mended", "gone": "offered"}[kind]
 
 
+@pytest.mark.parametrize(
+    ("releases", "case_id", "kind", "fact", "sides"),
+    [
+        # broadcast_buffers=False no longer has buffers synced at construction
+        (
+            ("2.0.1", "2.1.2"),
+            "buffers.off/broadcast_buffers",
+            "changed",
+            "after_construction",
+            {"old": "[0.0]", "new": ["[0.0]", "[1.0]", "[2.0]"]},
+        ),
+        # complex parameters are reduced on gloo
+        (
+            ("2.8.0", "2.9.1"),
+            "reduction.complex/w2",
+            "mended",
+            "gradient",
+            {"old": None, "new": "c64[1, 1] (3-15j)"},
+        ),
+    ],
+    ids=["2.1", "2.9"],
+)
+def test_what_a_release_is_known_to_have_changed_is_in_the_kept_records(releases, case_id, kind, fact, sides):
+    (change,) = [each for each in diff.compare(*map(diff.find, releases)).changes if each.id == case_id]
+    assert (change.kind, change.facts[fact]) == (kind, sides)
+    assert change.since[fact] == releases[1].rpartition(".")[0]
+
+
 def test_what_was_measured_on_one_side_only_is_not_called_the_same(old):
     new = replace(old, cases=[line for line in old.cases if line["id"] != "mean_gradients.mean/w2"])
     difference = diff.compare(old, new)

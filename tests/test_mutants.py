@@ -232,10 +232,24 @@ def test_a_part_of_the_mutants_is_not_asked_whether_every_case_is_of_use(matrix)
         (["--others", "-1"], "--others takes 0 or more"),
         (["--first", "0"], "--first 1 or more"),
         (["--first", "3", "--kills", "kills.json"], "--kills is of every mutant"),
-        (["--kills", "no/such/kills.json"], "no/such/kills.json: there is no folder no/such"),
+        (["--kills", "no/such/kills.json"], "--kills no/such/kills.json: there is no folder no/such"),
+        (["--results", "no/such/results"], "--results no/such/results: there is no folder no/such"),
+        (["--kills", "."], "--kills .: it is a folder; name a file in it"),
+        (["--results", "."], "--results .: it is a folder; name a file in it"),
+        (["--jobs", "0"], "--jobs 0: it takes 1 or more"),
+        (["--jobs", "-1"], "--jobs -1: it takes 1 or more"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(matrix, capsys, arguments, why):
     with pytest.raises(SystemExit, match="2"):
         matrix({}, *arguments)
     assert why in capsys.readouterr().err
+
+
+def test_must_claims_from_which_no_kill_can_be_asked_are_named_by_reason():
+    told = {
+        line.partition(": ")[2].partition(": ")[0].partition(" ")[2]: line for line in mutants.not_asked(all_cases())
+    }
+    assert "power_sgd.pickled_state" in told["MUST claims that are about torch and not about the subject"]
+    assert "precision.buffers" in told["MUST claims that need another lane"]
+    assert "no_sync.accumulates" not in "".join(told.values())

@@ -1,11 +1,16 @@
 """What is generated is fresh, and what a case rests on is there."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from ci import claims, coverage, diff, matrix, report, reproduce, sources
-from ci.cases import all_cases
+from ci.cases import ROOT, all_cases
 from ci.documentation import Sentence, split
 
 CASES = all_cases()
@@ -13,6 +18,28 @@ CASES = all_cases()
 
 def test_the_page_of_claims_is_what_the_cases_say():
     assert claims.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"[a", "not a TOML file"),
+        (b"\xff", "not a TOML file"),
+        (b"mean = 1", "[mean] : a golden file holds one table per case"),
+        (b"[mean]\noffered = { new = 'yes' }", "[mean] offered: "),
+    ],
+)
+def test_a_broken_golden_file_makes_no_page_of_claims(tmp_path, monkeypatch, capsys, content, why):
+    (tmp_path / "golden.toml").write_bytes(content)
+    monkeypatch.setattr(claims, "golden_path", lambda case: tmp_path / "golden.toml")
+    monkeypatch.setattr(claims, "PAGE", tmp_path / "CLAIMS.md")
+    for arguments in (["--check"], []):
+        assert claims.main(arguments) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith(f"ci.claims: {tmp_path / 'golden.toml'}: {why}")
+        assert len(said.err.splitlines()) == 1
+        assert not said.out
+    assert not (tmp_path / "CLAIMS.md").exists()
 
 
 @pytest.mark.parametrize("source", sorted({case.source for case in CASES}))
@@ -68,14 +95,23 @@ def test_a_promise_is_not_advice_and_a_claim_must_exist():
     [
         ("[a]\nreason = 'too hard'", "a: reason 'too hard' is none of"),
         ("[a]\nclaims = []", "a: claims is a list with at least one"),
+        ("[a]\nclaims = [7]", "a: claims is a list with at least one claim id, each a string"),
+        ("[a]\nclaims = ['no_sync.accumulates', ['x']]", "a: claims is a list"),
+        ("[a]\nclaims = 'x'", "a: claims is a list"),
+        ('["a\\nb"]\nclaim = 1', "a b: write claims"),
         ("[a]\nclaim = 'x'", r"a: write claims = \[...\] or reason"),
         ("[a", "not a TOML file"),
+        (f"a = {'1' * 5000}", "not a TOML file"),
     ],
 )
-def test_a_broken_map_is_one_clear_line(tmp_path, text, why):
+def test_a_broken_map_is_one_clear_line(tmp_path, monkeypatch, capsys, text, why):
     (tmp_path / "documented.toml").write_text(text)
-    with pytest.raises(ValueError, match=why):
-        coverage.load(tmp_path / "documented.toml")
+    monkeypatch.setattr(coverage, "MAP", tmp_path / "documented.toml")
+    assert coverage.main([]) == 2
+    said = capsys.readouterr()
+    assert re.match(f"ci.coverage: documented.toml: {why}", said.err), said.err
+    assert len(said.err.splitlines()) == 1
+    assert not said.out
 
 
 def test_pages_replace_nothing_but_pages(tmp_path, monkeypatch, capsys):
@@ -112,6 +148,17 @@ def test_a_command_that_cannot_answer_says_so_in_one_line(capsys, command, argum
     assert why in said.err
     assert len(said.err.splitlines()) == 1
     assert not said.out
+
+
+@pytest.mark.parametrize(
+    "command", [["ci.reproduce", "no_sync.accumulates"], ["ci.coverage"], ["ci.diff", "2.2.2", "2.15.0"]]
+)
+def test_a_reader_that_has_enough_ends_a_command_quietly(command):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
 def test_the_matrix_measures_releases_and_mixes_no_subjects(tmp_path, capsys):

@@ -236,6 +236,28 @@ def test_a_nodata_file_without_a_reason_is_refused(tmp_path, capsys, content, wh
     assert why in refused([KEPT, tmp_path / "2.6.0.nodata", "-o", tmp_path / "site"], capsys)
 
 
+def test_reasons_for_having_no_data_alone_are_no_records(tmp_path, capsys):
+    files = [tmp_path / f"2.{minor}.0.nodata" for minor in range(6, 10)]
+    for path in files:
+        path.write_text("no wheel\n")
+    for given, named in ((files[:1], str(files[0])), (files, f"{', '.join(map(str, files[:3]))}, ...")):
+        error = refused([*given, "-o", tmp_path / "site"], capsys)
+        assert error.startswith(f"ci.report: no record among {named}: a .nodata file only says why")
+
+
+@pytest.mark.parametrize("where", ["records/torch-2.4.1-x", "records", "site", "records/2.4.1.nodata"])
+def test_a_folder_among_the_records_is_named_and_what_to_give_instead(tmp_path, monkeypatch, capsys, where):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("records/torch-2.4.1-x", "site"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / where).mkdir(exist_ok=True)
+    (tmp_path / "records" / "2.13.0.jsonl.gz").write_bytes(KEPT.read_bytes())
+    (tmp_path / "records" / "2.6.0.nodata").write_text("no wheel\n")
+    advice = "leave it out" if where == "site" else "name only the files: records/*.jsonl.gz records/*.nodata"
+    error = refused(["records/2.13.0.jsonl.gz", where, "-o", "pages"], capsys)
+    assert error == f"ci.report: {where}: it is a folder, not a record; {advice}\n"
+
+
 def test_a_record_of_another_subject_is_refused(kept):
     with pytest.raises(record.RecordError, match=r"2\.13\.0\.jsonl\.gz: it is of mine:ddp"):
         table.build([edited(kept, run={"subject": "mine:ddp"})])

@@ -5,12 +5,14 @@ import os
 import signal
 import time
 from dataclasses import replace
+from textwrap import dedent
 
 import pytest
 import torch
 from ddp_conformance import record, smoke
 from ddp_conformance.lanes import Lane
-from ddp_conformance.subject import Subject
+from ddp_conformance.subject import Subject, SubjectError
+from ddp_conformance.subject import check as check_import
 from ddp_conformance.suite import Settings, Suite
 from torch import distributed as dist
 
@@ -70,6 +72,11 @@ def ends_the_group(module, **options):
     ddp = ReferenceDDP(module, **options)
     dist.destroy_process_group()
     return ddp
+
+
+def ends_the_group_it_needs(module, **options):
+    dist.destroy_process_group()
+    return ReferenceDDP(module, **options)
 
 
 class Adapter:
@@ -232,8 +239,56 @@ def test_what_a_subject_changes_for_everybody_is_remarked(suite):
     )
     _, remarks = check(suite, "ends_the_group")
     assert remarks == [
-        "--subject tests.test_subjects:ends_the_group changes the default process group, which is not its own"
+        "--subject tests.test_subjects:ends_the_group destroys the default process group, which is not its own"
     ]
+
+
+def test_what_its_import_changed_is_remarked_too(suite, tmp_path):
+    """Else the author would be told that DDP does so, by every case."""
+    text = """
+        import os
+        import torch
+        from tests.reference_ddp import ReferenceDDP
+
+        torch.set_default_dtype(torch.float64)
+        torch.rand(1)
+        os.environ["MASTER_ADDR"] = "elsewhere"
+    """
+    (tmp_path / "restless.py").write_text(dedent(text))
+    suite.settings = replace(suite.settings, subject="restless:ReferenceDDP", path=(str(ROOT), str(tmp_path)))
+    assert smoke.check(suite, LANE) == (
+        None,
+        [
+            "--subject restless:ReferenceDDP on import changes the default dtype, the random state, "
+            "the environment, which is not its own"
+        ],
+    )
+
+
+def test_a_step_that_fails_for_what_the_subject_changed_is_told_with_it(suite):
+    broken, _ = check(suite, "ends_the_group_it_needs")
+    assert broken is not None
+    assert broken.startswith("--subject tests.test_subjects:ends_the_group_it_needs: the constructor does not work")
+    assert broken.endswith("; it destroys the default process group")
+    assert "\n" not in broken
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("raise ImportError('no such part\\n  in this build')", "ImportError: no such part   in this build"),
+        ("import atexit\natexit.register(print, 'bye', file=sys.stderr)\nimport no_such_part", "No module named"),
+        ("sys.stderr.write('loading ...')\nimport no_such_part", "No module named 'no_such_part'"),
+    ],
+    ids=["two lines", "a handler at exit", "an unfinished line"],
+)
+def test_why_a_subject_does_not_import_is_not_lost(tmp_path, text, why):
+    (tmp_path / "broken.py").write_text(f"import sys\n{text}\n")
+    with pytest.raises(SubjectError) as caught:
+        check_import("broken:ddp", [str(tmp_path)])
+    assert str(caught.value).startswith("--subject broken:ddp: broken does not import: ")
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 CASE = """

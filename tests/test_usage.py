@@ -139,11 +139,13 @@ def test_a_golden_that_cannot_be_used_is_one_line_at_its_module(tmp_path):
     for number, (text, _) in enumerate(GOLDENS.values()):
         little.write(f"test_m{number}.py", CASE.format(claim=f"f{number}.plain", name="plain", more=""))
         little.write(f"golden/f{number}.toml", text)
-    little.write("golden/f_latin.toml", "")
+    little.write("test_latin.py", CASE.format(claim="f_latin.plain", name="plain", more=""))
+    (little.folder / "golden/f_latin.toml").write_bytes('[plain]\nfact = "ü"\n'.encode("latin-1"))
     run = little.run()
     assert run.exit == INTERRUPTED
-    assert run.counts == {"error": len(GOLDENS)}
+    assert run.counts == {"error": len(GOLDENS) + 1}
     assert "Traceback" not in run.output
+    assert "golden/f_latin.toml: not a TOML file: 'utf-8' codec can't decode byte 0xfc in position 16" in run.output
     for number, (_, line) in enumerate(GOLDENS.values()):
         assert f"golden/f{number}.toml: {line}" in run.output
 

@@ -17,6 +17,7 @@ import signal
 import sys
 
 from ddp_conformance import HAZARD, MUST, OBSERVED, case
+from ddp_conformance.subject import NoData, NotOffered
 
 
 def one(rank):
@@ -43,6 +44,7 @@ BODIES = {
     "known.death": ("MUST", "group=False", "one(rank)\n    die()"),
     "known.exception": ("MUST", "group=False", 'one(rank)\n    raise KeyError("x")'),
     "absent.lacking": ("MUST", 'group=False, needs=("torch.no_such_thing",)', "one(rank)"),
+    "absent.in_the_middle": ("MUST", "group=False", 'one(rank)\n    raise NotOffered("no more")'),
     "nodata.lane": ("MUST", 'lanes=("none:*",)', "one(rank)"),
     "changed.fact": ("MUST", "group=False", "one(rank)"),
     "changed.fact_of_one_rank": ("MUST", "world=2", 'rank.show("fact", rank.index)\n    rank.law("one is one", 1, 1)'),
@@ -62,6 +64,21 @@ BODIES = {
     "violated.must_without_a_law": ("MUST", "group=False", 'rank.show("fact", 1)'),
     "violated.another_law": ("MUST", "group=False", 'rank.law("two is one", 2, 1)'),
     "violated.another_death": ("MUST", "group=False", "one(rank)\n    os._exit(3)"),
+    "violated.before_it_is_not_offered": (
+        "MUST",
+        "group=False",
+        'rank.law("one is two", 1, 2)\n    raise NotOffered("no more")',
+    ),
+    "violated.before_there_is_no_data": (
+        "MUST",
+        "world=2",
+        'rank.law("one is two", 1, 1 + rank.index)\n    raise NoData("no more")',
+    ),
+    "violated.death_beside_one_not_offered": (
+        "MUST",
+        "world=2",
+        'one(rank)\n    die() if rank.index else None\n    raise NotOffered("no more")',
+    ),
     "violated.fixed_law": ("MUST", "group=False", "one(rank)"),
     "violated.fixed_death": ("MUST", "group=False", "one(rank)"),
 }
@@ -116,6 +133,8 @@ GOLDEN = {
     "absent": """
         [lacking]
         offered = { "1.13" = "no", "99.0" = "yes" }
+        [in_the_middle]
+        offered = { "1.13" = "no" }
         """,
     "changed": """
         [fact]
@@ -223,6 +242,9 @@ WHY = {
     "violated.another_death": "rank 0: exit 3",
     "violated.fixed_law": "fixed: set until",
     "violated.fixed_death": "fixed: set until",
+    "violated.before_it_is_not_offered": "    expected 2\n\nno more",
+    "violated.before_there_is_no_data": "broken law: one is two\nrank 1:",
+    "violated.death_beside_one_not_offered": "rank 1: SIGSEGV",
     "error.before_the_program": "no space left on device",
     "absent.lacking": "not offered: this torch has no torch.no_such_thing",
     "nodata.lane": "no data: needs lane none:*",
@@ -309,7 +331,7 @@ def test_the_summary_counts_each_verdict_by_family_and_names_every_known(runs):
     output = runs["whole"].output
     assert "holds     5 holds\n" in output
     assert "known     3 known\n" in output
-    assert "absent    1 not offered\n" in output
+    assert "absent    2 not offered\n" in output
     assert "error     1 no data\n" in output
     assert "known: known.law [gloo:cpu] law 'one is two': pytorch/pytorch#1" in output
     assert "known: known.death [gloo:cpu] outcome SIGSEGV: nobody has reported it" in output
