@@ -55,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"include": jobs(known)}))
         return 0
     if options.gather:
+        if options.gather.exists() and not options.gather.is_dir():
+            parser.error(f"--gather {options.gather}: it is no folder")
         for line in gather(jobs(known), options.gather):
             print(line)
         return 0
@@ -68,7 +70,10 @@ def main(arguments: list[str] | None = None) -> int:
         if wrong := refused(version, python, options.records, options.subject or DEFAULT, options.lane):
             parser.error(wrong)
     extra = [f"--lane={lane}" for lane in options.lane] + ([f"--subject={options.subject}"] if options.subject else [])
-    options.records.mkdir(parents=True, exist_ok=True)
+    try:
+        options.records.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--records {options.records}: {error.strerror}: name a folder")
     bad = 0
     for number, version in enumerate(versions, 1):
         print(f"[{number}/{len(versions)}] torch {version}: ", end="", flush=True)

@@ -264,7 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--only {' '.join(options.only)}: no mutant has that in its name")
     reasons = load_reasons()
     results = Results(options.results)
-    results.load()
+    try:
+        results.load()
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--results {options.results}: {error}: name another file, or remove it")
     trials = Trials(results)
     try:
         with ThreadPoolExecutor(options.jobs) as pool:

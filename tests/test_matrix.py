@@ -88,6 +88,14 @@ def test_a_release_needs_what_its_neighbour_needs(version, needs):
     assert matrix.needed_beside(version, releases) == needs
 
 
+@pytest.mark.parametrize("option", ["--records", "--gather"])
+def test_a_file_is_no_folder(tmp_path, capsys, option):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        matrix.main([option, str(tmp_path / "file")])
+    assert f"{option} {tmp_path / 'file'}: " in capsys.readouterr().err
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Kept records that may be written over, and golden files that may not."""
