@@ -80,7 +80,7 @@ REFUSED = {
     ("--claim=family.plain", "--claim=family.plane"): "ERROR: no case matches --claim family.plane: see --list",
     ("--claim=family.plain", "--claim=family.plane", "-n2"): "ERROR: no case matches --claim family.plane: see --list",
     ("--claim=family.plain", "-k=zzz"): "ERROR: the other options leave no case of --claim family.plain",
-    ("--record=",): "the file exists: name another, or remove it",
+    ("--record=",): "a folder: name it *.jsonl",
     ("--case-deadline=0",): "argument --case-deadline: '0' is no positive number of seconds",
     ("--case-deadline=nan",): "argument --case-deadline: 'nan' is no positive number of seconds",
     ("--golden=suite.jsonl",): "ERROR: --golden suite.jsonl: no such folder",
