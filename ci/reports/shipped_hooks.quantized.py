@@ -145,6 +145,7 @@ class Subject:
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
+        self.changed: list[str] = []  # what its import changed for everybody
         self.target = _load(spec)
         own = _method(self.target, "wrap") or _method(self.target, "get_ddp")
         self._wrap: Callable[..., Any] = own or self.target
@@ -213,9 +214,10 @@ def _load(spec: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise SubjectError(
-            f"--subject {spec}: {module_name} does not import: {type(error).__name__}: {error}"
-        ) from error
+        from ddp_conformance.golden import one_line  # here, for ranks have no need of TOML
+
+        why = f"{type(error).__name__}: {one_line(str(error))}"
+        raise SubjectError(f"--subject {spec}: {module_name} does not import: {why}") from error
     if not colon:
         if not (_method(found, "wrap") or _method(found, "get_ddp")):
             raise SubjectError(f"--subject {spec}: write package.module:name (the module has neither wrap nor get_ddp)")
