@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import Little, parent, processes, servers, until
+from tests.runs import SETTINGS, Little, parent, processes, servers, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -203,14 +203,16 @@ def test_many_cases_in_a_row_leave_nothing(tmp_path, cases):
     Processes, descriptors and files are the same after each case, and memory is flat but for what pytest itself keeps.
 
     Pytest keeps the reports of each test until the end of the run: 4 KB of an empty one, and more for JUnit, so that this
-    run is one without. By how much it grows over so many empty tests is measured, too, and is none of ours.
+    run is one without. By how much it grows over so many empty tests, settings the same, is measured, too, and is not ours.
     """
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "conftest.py").write_text(COUNTS.replace('pytest_plugins = ["ddp_conformance.plugin"]', ""))
+    (empty / "pytest.ini").write_text(SETTINGS)
     (empty / "test_empty.py").write_text(EMPTY.format(cases=cases))
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", empty, empty],
+        [sys.executable, "-m", "pytest", "."],
+        cwd=empty,
         env={**os.environ, "TMPDIR": str(empty)},
         capture_output=True,
         text=True,
