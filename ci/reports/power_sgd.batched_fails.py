@@ -214,9 +214,7 @@ def _load(spec: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        from ddp_conformance.golden import one_line  # here, for ranks have no need of TOML
-
-        why = f"{type(error).__name__}: {one_line(str(error))}"
+        why = f"{type(error).__name__}: {' '.join(str(error).splitlines())}"
         raise SubjectError(f"--subject {spec}: {module_name} does not import: {why}") from error
     if not colon:
         if not (_method(found, "wrap") or _method(found, "get_ddp")):
