@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.keep and (partial := [str(each.path) for each in records if not each.whole_suite]):
             raise record.RecordError(f"{', '.join(partial)}: only records of the whole suite are kept")
         for each in records if options.keep else []:
+            record.place(each, RECORDS)
             if lacking := sorted(case_ids(options.golden) - {line["id"] for line in each.cases}):
                 raise record.RecordError(
                     f"{each.path}: it lacks {len(lacking)} cases of the suite, such as {lacking[0]}"

@@ -102,7 +102,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr(accept, "ROOT", tmp_path)
     monkeypatch.setattr(accept, "RECORDS", tmp_path / "kept")
-    monkeypatch.setattr(accept, "accept", lambda records, folder: None)
+    monkeypatch.setattr(accept, "accept", lambda records, folder: (tmp_path / "accepted").touch())
     record.keep(KEPT, tmp_path / "kept")
     return tmp_path / "kept"
 
@@ -131,4 +131,5 @@ def test_no_kept_record_is_lost_to_one_that_says_less(folder, kept, tmp_path, ca
     error = capsys.readouterr().err
     assert why in error
     assert len(error.splitlines()) == 1
+    assert not (tmp_path / "accepted").exists(), "golden files are written for no record that is refused"
     assert record.read(folder / KEPT.name).cases == kept.cases
