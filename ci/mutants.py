@@ -115,7 +115,11 @@ def sources_of(base: str) -> str:
 
 
 def order_for(mutant: Mutant, shots: Sequence[Shot], others: int | None) -> list[Shot]:
-    """The cases of the claims it breaks, then those of its families, small worlds first, then `others` of the rest."""
+    """
+    The cases of the claims it breaks, then those of its families, small worlds first, then `others` of the rest; none for
+    which its base lacks something, for there it could not be told from that.
+    """
+    shots = [shot for shot in shots if is_asked(mutant.base, shot.case)]
 
     def distance(shot: Shot) -> tuple[bool, int]:
         return shot.case.claim not in mutant.breaks, shot.facet.world
@@ -123,15 +127,14 @@ def order_for(mutant: Mutant, shots: Sequence[Shot], others: int | None) -> list
     own = [shot for shot in shots if shot.case.family in mutant.families]
     rest = [shot for shot in shots if shot not in own and not shot.case.env]  # new interpreters: 5 s a case
     if others is not None and not mutant.at_large:
-        rest = rest[:: max(1, len(rest) // others)][:others] if others else []
+        rest = sorted(rest, key=lambda shot: digest(mutant.name, shot.id))[:others]  # a larger number adds to a smaller
     return sorted(own, key=distance) + rest
 
 
 def hunt(trials: Trials, mutant: Mutant, shots: Sequence[Shot], first: int | None) -> Hunt:
     """The cases that catch the mutant, no more than `first`; nothing is tried where this torch lacks what it breaks."""
     found = Hunt(mutant)
-    about_it = [shot.case for shot in shots if shot.case.claim in mutant.breaks]
-    if about_it and not any(is_asked(mutant.base, case) for case in about_it):
+    if not any(shot.case.claim in mutant.breaks for shot in shots):
         return found
     for shot in shots:
         found.tried.append(shot)
@@ -152,6 +155,8 @@ def failures(hunts: Sequence[Hunt], shots: Sequence[Shot]) -> Iterator[str]:
             yield f"{mutant.name}: no docstring names the promise it breaks"
         if unknown:
             yield f"{mutant.name}: no case shows {', '.join(unknown)}, which it is said to break"
+        elif not found.tried:
+            continue  # this torch lacks what it breaks
         elif not found.caught:
             yield f"{mutant.name} survives: {mutant.promise}"
         elif not any(shot.case.claim in mutant.breaks for shot in found.caught):
@@ -233,7 +238,9 @@ def plain(hunts: Sequence[Hunt], unbroken: dict[str, str], torch: str) -> dict[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.mutants", description="Run broken DDPs against the suite.")
-    parser.add_argument("--others", type=int, metavar="N", help="of other families' cases try only N, evenly spread")
+    parser.add_argument(
+        "--others", type=int, metavar="N", help="of other families' cases try only N, drawn for each mutant"
+    )
     parser.add_argument("--first", type=int, metavar="N", help="stop at a mutant's first N kills")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="mutants whose name has TEXT in it")
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON Lines to keep and to resume from")
@@ -279,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             hunts = list(pool.map(one, mutants))
         tried = [found for found in hunts if found.tried]
-        wrong = list(failures(tried, shots))
+        wrong = list(failures(hunts, shots))
         if whole:
             ran, broken = laws_of_must(trials, shots)
             unbroken = {law: reasons.get(law, "") for law in sorted(ran - broken)}

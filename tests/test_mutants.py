@@ -133,6 +133,16 @@ def test_one_that_is_at_large_is_tried_everywhere(matrix):
     assert "a:Large: 0 of 5: SURVIVES" in lines
 
 
+def test_more_of_the_others_are_those_that_fewer_had_and_some_more(matrix):
+    seen = []
+    for others in "123":
+        matrix(
+            {SUM.spec: ["means.sum"]}, "--others", others, "--only", "Large", known=(mutant("a:Large", ("ends.dies",)),)
+        )
+        seen.append([case for subject, case in MadeUp.observed if subject != DEFAULT])
+    assert [len(set(cases)) for cases in seen] == [3, 1, 1]  # the kept ones are not run again
+
+
 def test_what_the_original_breaks_is_no_kill_and_asked_of_nobody(matrix):
     broken = {DEFAULT: ["means.sum"], MEAN.spec: ["means.mean/w1"], SUM.spec: ["means.sum"]}
     _, lines = matrix(broken)
