@@ -375,12 +375,3 @@ def test_a_broken_adapter_ends_the_run_before_the_first_case(tmp_path):
         assert run.exit == 4, run.output
         assert "ERROR: --subject tests.test_subjects:returns_nothing: it returns no module" in run.output
         assert "Traceback" not in run.output
-
-
-def test_an_author_learns_what_to_mend_first(tmp_path):
-    suite = Little(tmp_path / "suite")
-    suite.write("test_little.py", CASE)
-    run = suite.run("--subject=tests.mutants.of_reduction:Sums")
-    assert run.exit == 1
-    assert "fix first: mean_gradients.mean: broken law: the mean" in run.output
-    assert "score: 2 of 3 MUST cases that tests.mutants.of_reduction:Sums offers hold" in run.output
