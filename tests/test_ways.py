@@ -7,7 +7,7 @@ from ddp_conformance import record
 
 from tests.runs import Little
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]  # seventeen rank servers, each of which imports torch
+pytestmark = pytest.mark.timeout(600)
 
 CASES = '''\
 """Cases with every verdict that a run in order can give."""
@@ -79,6 +79,14 @@ def pytest_collection_modifyitems(config, items):
     random.Random(config.getini("shuffle_seed")).shuffle(items)
 '''
 
+CHOOSY = '''\
+"""Leaves out two cases, and says so only by leaving them out."""
+
+
+def pytest_collection_modifyitems(items):
+    items[:] = [item for item in items if item.name.partition("[")[0] not in ("test_broken", "test_known")]
+'''
+
 SAME = {
     "-n0": ("-n0",),
     "-n1": ("-n1",),
@@ -90,7 +98,14 @@ PARTS = {
     "-k": (("-k", "held and n1 or known"), {"family.held/n1", "family.known"}),
     "--deselect": (("--deselect=test_family.py::test_broken",), VERDICTS.keys() - {"family.broken"}),
     "-x": (("-x", "-n2"), None),
+    "what another plugin leaves": (("-p", "choosy", "-n2"), VERDICTS.keys() - {"family.broken", "family.known"}),
 }
+EVERY_TIME = ("-n0", "in random order, without a cache", "what another plugin leaves")
+"""The others take eighteen rank servers at once, each of which imports torch: they are run by `-m long`."""
+
+
+def ways(names):
+    return [pytest.param(name, marks=[] if name in EVERY_TIME else pytest.mark.long) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -99,18 +114,21 @@ def little(tmp_path_factory):
     little.write("test_family.py", CASES)
     little.write("golden/family.toml", GOLDEN)
     little.write("shuffle.py", SHUFFLE)
+    little.write("choosy.py", CHOOSY)
     return little
 
 
 @pytest.fixture(scope="module")
-def runs(little):
-    """All eight of them side by side, in one folder."""
+def runs(little, request):
+    """All nine of them side by side, in one folder."""
     started = {**SAME, **{name: arguments for name, (arguments, _) in PARTS.items()}}
-    with ThreadPoolExecutor(len(SAME) + len(PARTS)) as pool:
+    if "long" not in request.config.option.markexpr:
+        started = {name: started[name] for name in EVERY_TIME}
+    with ThreadPoolExecutor(len(started)) as pool:
         return dict(zip(started, pool.map(lambda arguments: little.run(*arguments), started.values()), strict=True))
 
 
-@pytest.mark.parametrize("how", SAME)
+@pytest.mark.parametrize("how", ways(SAME))
 def test_the_record_is_whole_and_the_same_however_the_suite_is_run(runs, how):
     run = runs[how]
     assert run.exit == 1, run.output
@@ -126,19 +144,22 @@ def test_random_order_is_another_order(runs):
     assert order("in random order, without a cache") != order("-n0")
 
 
-@pytest.mark.parametrize("how", PARTS)
+@pytest.mark.parametrize("how", ways(PARTS))
 def test_a_part_of_the_suite_is_never_whole(runs, how):
     run = runs[how]
     part = PARTS[how][1]
     assert part is None or run.verdicts.keys() == part, run.output
     assert run.verdicts.items() <= VERDICTS.items()
     assert not record.read(run.record).whole_suite
+    assert "no case answers" not in run.output, "what was left out has golden tables all the same"
 
 
+@pytest.mark.long
 def test_stopped_early_the_record_says_how_many_cases_there_are(runs):
     assert record.read(runs["-x"].record).end["collected"] == len(VERDICTS)
 
 
+@pytest.mark.long
 def test_the_last_failed_are_run_again_and_are_never_whole(runs, little):
     run = little.run("--lf")
     assert run.verdicts == {"family.broken": "violated"}
