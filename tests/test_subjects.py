@@ -265,6 +265,21 @@ def test_what_its_import_changed_is_remarked_too(suite, tmp_path):
     )
 
 
+def test_an_import_that_starts_a_process_group_is_named_in_one_line(suite, tmp_path):
+    text = """
+        from torch import distributed
+        from tests.reference_ddp import ReferenceDDP
+
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    """
+    (tmp_path / "early.py").write_text(dedent(text))
+    suite.settings = replace(suite.settings, subject="early:ReferenceDDP", path=(str(ROOT), str(tmp_path)))
+    broken, _ = smoke.check(suite, LANE)
+    assert broken == (
+        "--subject early:ReferenceDDP: its import starts the default process group, which is the suite's to start"
+    )
+
+
 def test_a_step_that_fails_for_what_the_subject_changed_is_told_with_it(suite):
     broken, _ = check(suite, "ends_the_group_it_needs")
     assert broken is not None
