@@ -69,6 +69,8 @@ WRONG_RECORDS = {
     "a release of 10 MB": (written([{**RUN, "torch": "x" * MANY}, *LINES[1:]]), "xxx' is no release of torch"),
     "a key of 10 MB": (written([RUN, {**CASE, "x" * MANY: 1}, *LINES[2:]]), "line 2: wrong keys ['xxx"),
     "a format of 10 MB": (written([{**RUN, "format": "1" * MANY}, *LINES[1:]]), "format '111"),
+    "a subject of 10 MB": (written([{**RUN, "subject": "x" * MANY}, *LINES[1:]]), "a subject of another form"),
+    "a lane of 10 MB": (written([RUN, {**CASE, "lane": "x" * MANY}, *LINES[2:]]), "line 2: a lane of another form"),
     "UTF-16": (RECORD.decode().encode("utf-16"), "not UTF-8 at byte 0"),
     "a line separator": (RECORD.replace("é".encode(), "\u2028".encode()), "line 2 is no JSON"),
     "a surrogate": (RECORD.replace(b'"d"', b'"\\udc80"'), "line 3: an id or a fact of another form"),
