@@ -163,7 +163,7 @@ class Trials:
         if not result.broken and not about_ends:
             return False
         sound = self.run(*base, shot)
-        if set(result.broken) - set(sound.broken):
+        if set(result.broken) & (set(sound.laws) - set(sound.broken)):
             return True
         ended_well = all(permitted(outcome, shot.case.may) for outcome in sound.outcomes)
         return about_ends and ended_well and result.outcomes != sound.outcomes

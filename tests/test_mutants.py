@@ -150,6 +150,13 @@ def test_what_the_original_breaks_is_no_kill_and_asked_of_nobody(matrix):
     assert any(line.startswith("not asked: means.sum, which torch ") for line in lines)
 
 
+def test_a_law_that_the_original_did_not_reach_kills_nothing(matrix):
+    for outcome in ("waiting", "raised RuntimeError", "broke off"):
+        ends = {(DEFAULT, "means.sum"): outcome}
+        _, lines = matrix({MEAN.spec: ["means.mean/w1"], SUM.spec: ["means.sum"]}, "--only", "Sum", outcomes=ends)
+        assert "a:Sum: 0 of 5: SURVIVES" in lines
+
+
 def test_another_end_kills_only_where_the_case_is_about_ends(matrix):
     ends = {
         (MEAN.spec, "means.mean/w1"): "raised ValueError",

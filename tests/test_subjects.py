@@ -1,7 +1,9 @@
 """A subject that cannot be used is told so in one line before the first case, and one that misbehaves harms only itself."""
 
 import contextlib
+import copy
 import os
+import pickle
 import signal
 import time
 from dataclasses import replace
@@ -11,7 +13,7 @@ import pytest
 import torch
 from ddp_conformance import record, smoke
 from ddp_conformance.lanes import Lane
-from ddp_conformance.subject import Subject, SubjectError
+from ddp_conformance.subject import NotOffered, Subject, SubjectError
 from ddp_conformance.subject import check as check_import
 from ddp_conformance.suite import Settings, Suite
 from torch import distributed as dist
@@ -178,6 +180,26 @@ def plain(module, find_unused_parameters=False):
     return ReferenceDDP(module, find_unused_parameters=find_unused_parameters)
 
 
+def bare(module):
+    """A function whose modules have no method of DDP's."""
+    return module
+
+
+class Watched:
+    """An adapter that knows which modules' backwards ended."""
+
+    ended: list[object] = []
+
+    def wrap(self, module):
+        return module
+
+    def after_backward(self, module):
+        self.ended.append(module)
+
+
+watched = Watched()
+
+
 def get_ddp(module):
     """CS336's name for wrap."""
     return Late(module)
@@ -204,13 +226,13 @@ def check(suite, name):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("returns_nothing", "it returns no module, but NoneType, which cannot be called"),
-        ("raises", "the constructor does not work on rank 0: raised LookupError: LookupError: no such luck"),
+        ("returns_nothing", "it returns no module, but NoneType, which cannot be called, on rank 0"),
+        ("raises", "the constructor does not work on rank 0: raised LookupError: no such luck"),
         ("kills_its_rank", "the constructor does not work on rank 0: SIGKILL"),
         ("leaves", "the constructor does not work on rank 0: exit 3"),
         ("takes_nothing", "the constructor does not work on rank 0: raised TypeError: "),
         ("AnotherOutput", "the forward of a wrapped Linear returns dict, and not the module's output"),
-        ("hangs", "the constructor does not end: rank 0 was still in it after 1 s"),
+        ("hangs", "the constructor does not end: after 1 s still in it, or waiting for a peer, was rank 0 and 1"),
         ("LANE", "neither callable nor an object with a method wrap"),
         ("nothing_of_that_name", "tests.test_subjects has no nothing_of_that_name"),
     ],
@@ -362,6 +384,25 @@ CASE = """
 def test_an_option_is_offered_that_wrap_names_and_a_method_unless_a_class_lacks_it(name, offered, lacking):
     subject = Subject(f"tests.test_subjects:{name}")
     assert [each for each in (*offered, *lacking) if subject.offers(each)] == offered
+
+
+def test_a_method_that_a_function_was_supposed_to_give_is_not_offered_once_it_is_seen_to_lack_it():
+    """Else a case that only sets such an attribute, or counts what follows from it, would find a law broken."""
+    subject = Subject("tests.test_subjects:bare")
+    subject.need("finalize_backward")
+    with pytest.raises(NotOffered, match="has no finalize_backward"):
+        subject.wrap(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_of_an_adapters_module_has_a_backward_of_its_own(copied):
+    module = Subject("tests.test_subjects:watched").wrap(torch.nn.Linear(1, 1))
+    other = copied(module)
+    Watched.ended.clear()
+    for _ in range(2):
+        other(torch.ones(1, 1)).sum().backward()
+    module(torch.ones(1, 1)).sum().backward()
+    assert list(map(id, Watched.ended)) == [id(other), id(other), id(module)]
 
 
 @pytest.mark.parametrize(

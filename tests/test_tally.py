@@ -1,11 +1,11 @@
 """What a run says at its end: why some cases were not judged, and to the author of a subject what to mend first."""
 
-from ddp_conformance import tally
+from ddp_conformance import record, tally
 
 from tests.runs import Little
 
 CASES = """
-    from ddp_conformance import MUST, case
+    from ddp_conformance import HAZARD, MUST, case
     from ddp_conformance.models import linear
 
     @case("construction.accepts", level=MUST, source="DistributedDataParallel")
@@ -20,6 +20,13 @@ CASES = """
         rank.wrap(model)(rank.batch(2)).sum().backward()
         rank.law("the mean", model.weight.grad, rank.mean(lambda r: rank.batch(2, of=r)))
 
+    @case("buffers.odd", level=HAZARD, source="DistributedDataParallel")
+    def test_odd(rank):
+        "The sum is one too large."
+        model = linear(2)
+        rank.wrap(model)(rank.batch(2)).sum().backward()
+        rank.law("one too large", model.weight.grad, rank.mean(lambda r: rank.batch(2, of=r)) + 1)
+
     @case("logging.data", level=MUST, source="DistributedDataParallel", needs=("subject.no_such_thing",))
     def test_logging(rank):
         "There is logging data."
@@ -33,9 +40,29 @@ def test_what_sums_up_a_run_is_the_last_to_be_read(tmp_path):
     assert run.exit == 1
     assert "fix first: mean_gradients.mean: broken law: the mean\n" in run.output
     assert "score: 1 of 2 MUST cases that tests.mutants.of_reduction:Sums offers hold, 1 is not offered\n" in run.output
-    parts = ("\nFAILED ", "\nall ", "\nnot offered: 1 case: ", "\nfix first: ", "\nscore: ", " skipped in ")
+    hazards = "\n0 of 1 HAZARD cases are as with torch's DDP, which nobody promised\n"
+    parts = ("\nFAILED ", "\nall ", "\nnot offered: 1 case: ", "\nfix first: ", hazards, "\nscore: ", " skipped in ")
     places = [run.output.rindex(part) for part in parts]
     assert places == sorted(places), run.output
+
+
+def test_one_level_alone_is_never_the_whole_suite(tmp_path):
+    suite = Little(tmp_path / "suite")
+    suite.write("test_little.py", CASES)
+    suite.write("golden/gone.toml", "[case]\nlaws = 1\n")
+    run = suite.run("--subject=tests.mutants.of_reduction:Sums", "--level=HAZARD", "-n2")
+    assert run.verdicts == {"buffers.odd": "violated"}
+    assert not record.read(run.record).whole_suite
+    assert "score: none, for no MUST case that was run is offered" in run.output
+
+
+def test_what_was_raised_is_told_with_the_first_line():
+    trace = "Traceback (most recent call last):\n  somewhere\nValueError: Global rank 0 is not part of group"
+    assert tally._in_short(f"rank 1: raised ValueError\n{trace}") == (
+        "rank 1: raised ValueError: Global rank 0 is not part of group"
+    )
+    assert tally._in_short("broken law: the mean\nrank 0:\n    got      6") == "broken law: the mean"
+    assert tally._in_short("rank 0: SIGKILL") == "rank 0: SIGKILL"
 
 
 def test_what_much_else_follows_from_is_mended_first():

@@ -110,6 +110,8 @@ def brief(value: Any) -> str:
 
 # ---- subject.py
 
+AFTER_BACKWARD = ("after_backward", "ddp_on_after_backward", "gradients")
+
 def _torch() -> Any:
     import torch  # here, for pytest's own process has no need of torch until a case module imports it
 
@@ -150,6 +152,7 @@ class Subject:
         own = _method(self.target, "wrap") or _method(self.target, "get_ddp")
         self._wrap: Callable[..., Any] = own or self.target
         self._made: set[type] = set()
+        self._supposed: list[str] = []  # to be had by what wrap returns, which is not known before
         self._adapter = self.target if own else None
 
     def wrap(self, module: "nn.Module", **options: Any) -> Any:
@@ -167,37 +170,26 @@ class Subject:
             method = _method(self._adapter, name)
             if method is not None and not (name == "no_sync" and hasattr(made, name)):
                 setattr(made, name, partial(method, made))
-        if after := self._after_backward():
-            _call_after_backward(made, after)
+        if any(_method(self._adapter, name) for name in AFTER_BACKWARD):
+            made.register_forward_hook(_AfterBackward(self.spec))
+        for name in self._supposed:
+            if not hasattr(made, name):
+                raise NotOffered(f"{self.spec} has no {name}")
         return made
-
-    def _after_backward(self) -> Callable[[Any], None] | None:
-        """What to do with the wrapped module at the end of a backward, if anything."""
-        reduce, gradients = _method(self._adapter, "after_backward"), _method(self._adapter, "gradients")
-        finish = _method(self._adapter, "ddp_on_after_backward")
-        if reduce is None and finish is None and gradients is None:
-            return None
-
-        def after(made: Any) -> None:
-            if reduce is not None:
-                reduce(made)
-            if finish is not None:
-                finish(made, None)
-            for parameter, gradient in gradients(made) if gradients is not None else ():
-                parameter.grad = gradient
-
-        return after
 
     def offers(self, name: str) -> bool:
         """
         Whether the subject has this constructor option, attribute or method.
 
-        What a function will return is not known before it has: a method is taken to be there, and `lacks` says later
-        that it was not.
+        What a function will return is not known before it has: a method is supposed to be there, until `wrap` sees that
+        it is not.
         """
         if self._takes(name) or hasattr(self.target, name):
             return True
-        return not inspect.isclass(self.target) and _default_of(name) is inspect.Parameter.empty
+        if inspect.isclass(self.target) or _default_of(name) is not inspect.Parameter.empty:
+            return False
+        self._supposed.append(name)
+        return True
 
     def _takes(self, option: str) -> bool:
         """Whether the option can be handed over; `**options` takes all."""
@@ -239,27 +231,38 @@ def _default_of(option: str) -> Any:
     known = inspect.signature(DistributedDataParallel).parameters.get(option)
     return inspect.Parameter.empty if known is None else known.default
 
-def _call_after_backward(made: Any, after: Callable[[Any], Any]) -> None:
-    """Call `after(made)` once at the end of each backward through an output of `made`."""
-    queued: list[bool] = []
+class _AfterBackward:
+    """
+    A forward hook that calls the adapter's functions once at the end of each backward through an output.
 
-    def finish() -> None:
-        queued.clear()
-        after(made)
+    It names the adapter and holds no module, so that a copy of a module, pickled or not, has a hook of its own.
+    """
 
-    def queue(gradient: Any) -> None:
-        if not queued:
-            queued.append(True)
-            _torch().autograd.Variable._execution_engine.queue_callback(finish)
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.queued = False
 
-    def watch(module: Any, inputs: Any, output: Any) -> None:
+    def __call__(self, made: Any, inputs: Any, output: Any) -> None:
         from torch.utils._pytree import tree_flatten
+
+        def queue(gradient: Any) -> None:
+            if not self.queued:
+                self.queued = True
+                _torch().autograd.Variable._execution_engine.queue_callback(finish)
+
+        def finish() -> None:
+            self.queued = False
+            reduce, finish_cs336, gradients = (_method(_load(self.spec), name) for name in AFTER_BACKWARD)
+            if reduce is not None:
+                reduce(made)
+            if finish_cs336 is not None:
+                finish_cs336(made, None)
+            for parameter, gradient in gradients(made) if gradients is not None else ():
+                parameter.grad = gradient
 
         for tensor in tree_flatten(output)[0]:
             if isinstance(tensor, _torch().Tensor) and tensor.requires_grad:
                 tensor.register_hook(queue)
-
-    made.register_forward_hook(watch)
 
 
 # ---- rank.py
