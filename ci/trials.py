@@ -163,9 +163,11 @@ class Trials:
         if not result.broken and not about_ends:
             return False
         sound = self.run(*base, shot)
-        if set(result.broken) & (set(sound.laws) - set(sound.broken)):
-            return True
         ended_well = all(permitted(outcome, shot.case.may) for outcome in sound.outcomes)
+        # A case may state a law only where it is false, so one that is not among the original's counts if that came to an end.
+        told = set(result.broken) - set(sound.broken)
+        if told if ended_well else told & set(sound.laws):
+            return True
         return about_ends and ended_well and result.outcomes != sound.outcomes
 
     def holds(self, subject: str, sources: str, shot: Shot) -> bool:
