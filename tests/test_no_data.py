@@ -31,6 +31,8 @@ WITHOUT_GPU = {
 }
 WITHOUT_BF16_IN_THE_BUILD = {"shipped_hooks.bf16/python", "shipped_hooks.bf16/wrapper"}
 WITHOUT_FSDP_ON_THIS_PYTHON = {
+    "optimizer_overlap.fused_arguments/by_name",
+    "optimizer_overlap.fused_arguments/by_position",
     "optimizer_overlap.fused_no_sync",
     "optimizer_overlap.fused_only_one",
     "optimizer_overlap.fused_steps/w2",
