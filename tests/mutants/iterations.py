@@ -55,3 +55,14 @@ class StopsAfterTenIterations(DistributedDataParallel):
         self.forwards += torch.is_grad_enabled()
         with self.no_sync() if self.forwards > 10 else contextlib.nullcontext():
             return super().forward(*inputs, **keywords)
+
+
+class StaticCountsEvaluations(DistributedDataParallel):
+    """Breaks the promise that every iteration is reduced: with static_graph=True a forward under no_grad counts as the first."""
+
+    breaks = ("mean_gradients.after_evaluation",)
+
+    def forward(self, *inputs, **keywords):
+        if self.static_graph and not torch.is_grad_enabled():
+            self._static_graph_delay_allreduce_enqueued = True
+        return super().forward(*inputs, **keywords)
