@@ -27,8 +27,8 @@ from ci.cases import ROOT, all_cases
 
 LANE = Lane("gloo", "cpu")
 DEADLINE = 3.0
-FRESH_DEADLINE = 30.0
-"""For cases with variables of their own, whose ranks are new interpreters."""
+PATIENCE = 30.0
+"""For cases with variables of their own, whose ranks are new interpreters, and for a second look on a busy machine."""
 GRACE = 0.3
 """Seconds for the peers of a rank that failed: nobody reads here what they saw."""
 NOT_OFFERED = ["not offered"]
@@ -115,16 +115,17 @@ class Trials:
         self._suites = threading.local()
         self._all: list[Suite] = []
 
-    def run(self, subject: str, sources: str, shot: Shot) -> Result:
+    def run(self, subject: str, sources: str, shot: Shot, deadline: float = DEADLINE) -> Result:
         """The result of this subject, whose sources hash to this, in this case: the kept one, or that of a run."""
         case = shot.case
         key = digest(subject, sources, shot.id, program_hash(case, shot.facet), self.settings.torch)
         self.used.add(key)
-        if key in self.results.known:
-            return self.results.known[key]
+        known = self.results.known.get(key)
+        if known is not None and not (deadline > DEADLINE and _ran_out_of_time(known, case)):
+            return known
         if not is_asked(subject, case):
             return Result(subject, shot.id, key, NOT_OFFERED, [], [])
-        observation = self.observe(subject, shot)
+        observation = self.observe(subject, shot, deadline)
         if observation.broke_off is not None:
             self.broke_off[subject, shot.id] = observation.broke_off
             return Result(subject, shot.id, key, BROKE_OFF, [], [])
@@ -133,14 +134,13 @@ class Trials:
         result = Result(
             subject, shot.id, key, observation.outcomes(), list(laws), broken, round(observation.seconds, 3)
         )
-        waited = "waiting" in result.outcomes and "hang" not in case.may
-        self.results.add(result, keep=not waited)  # on a busy machine that is no finding: try it again next time
+        self.results.add(result, keep=not _ran_out_of_time(result, case))  # that is no finding: try it again next time
         return result
 
-    def observe(self, subject: str, shot: Shot) -> Observation:
+    def observe(self, subject: str, shot: Shot, deadline: float) -> Observation:
         """The case on fresh ranks, those of this thread's server."""
         case, suite = shot.case, self._suite()
-        suite.settings = replace(self.settings, subject=subject, deadline=FRESH_DEADLINE if case.env else DEADLINE)
+        suite.settings = replace(self.settings, subject=subject, deadline=PATIENCE if case.env else deadline)
         return suite.observe(
             LANE,
             case.path,
@@ -154,15 +154,15 @@ class Trials:
             group_timeout=case.group_timeout,
         )
 
-    def differ(self, base: tuple[str, str], mutant: tuple[str, str], shot: Shot) -> bool:
+    def differ(self, base: tuple[str, str], mutant: tuple[str, str], shot: Shot, deadline: float = DEADLINE) -> bool:
         """Whether the case tells the mutant from what it was made from; both as subject and hash of its sources."""
         if not is_asked(base[0], shot.case):
             return False
-        result = self.run(*mutant, shot)
+        result = self.run(*mutant, shot, deadline)
         about_ends = bool(shot.case.may) and result.outcomes != BROKE_OFF
         if not result.broken and not about_ends:
             return False
-        sound = self.run(*base, shot)
+        sound = self.run(*base, shot, deadline)
         ended_well = all(permitted(outcome, shot.case.may) for outcome in sound.outcomes)
         # A case may state a law only where it is false, so one that is not among the original's counts if that came to an end.
         told = set(result.broken) - set(sound.broken)
@@ -189,6 +189,10 @@ class Trials:
             self._all.append(self._suites.own)
         own: Suite = self._suites.own
         return own
+
+
+def _ran_out_of_time(result: Result, case: Case) -> bool:
+    return "waiting" in result.outcomes and "hang" not in case.may
 
 
 def is_asked(subject: str, case: Case) -> bool:

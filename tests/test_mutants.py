@@ -38,9 +38,11 @@ class MadeUp(trials.Trials):
     outcomes = {}
     observed = []
 
-    def observe(self, subject, shot):
+    def observe(self, subject, shot, deadline):
         self.observed.append((subject, shot.id))
         outcome = self.outcomes.get((subject, shot.id), "returned")
+        if outcome == "slow":
+            outcome = "waiting" if deadline == trials.DEADLINE else "returned"
         law = ("the law", shot.id not in self.broken.get(subject, ()), "")
         report = RankReport(0, begun=True, outcome=outcome, laws=[law] * (outcome == "returned"))
         return Observation([report], broke_off="no space left" if outcome == "broke off" else None)
@@ -217,6 +219,15 @@ def test_a_trial_that_ran_out_of_time_is_tried_again(matrix):
     status, _ = matrix(broken)
     assert status == 0
     assert (SUM.spec, "means.sum") in MadeUp.observed
+
+
+@pytest.mark.parametrize("slow", [SUM.spec, DEFAULT])
+def test_no_survivor_is_called_so_before_it_had_its_time(matrix, slow):
+    status, lines = matrix(
+        {MEAN.spec: ["means.mean/w1"], SUM.spec: ["means.sum"]}, outcomes={(slow, "means.sum"): "slow"}
+    )
+    assert "a:Sum: 1 of 5: means.sum" in lines
+    assert status == 0
 
 
 def test_the_kill_matrix_as_json(matrix, tmp_path):
