@@ -1,6 +1,7 @@
 """The kill matrix says which case caught what, and a failure for all that proves nothing; no rank is started here."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from ddp_conformance.ranks import Observation, RankReport
@@ -135,14 +136,11 @@ def test_one_that_is_at_large_is_tried_everywhere(matrix):
     assert "a:Large: 0 of 5: SURVIVES" in lines
 
 
-def test_more_of_the_others_are_those_that_fewer_had_and_some_more(matrix):
-    seen = []
-    for others in "123":
-        matrix(
-            {SUM.spec: ["means.sum"]}, "--others", others, "--only", "Large", known=(mutant("a:Large", ("ends.dies",)),)
-        )
-        seen.append([case for subject, case in MadeUp.observed if subject != DEFAULT])
-    assert [len(set(cases)) for cases in seen] == [3, 1, 1]  # the kept ones are not run again
+def test_more_of_the_others_are_those_that_fewer_had_and_some_more():
+    shots = [shot for shot in trials.find_shots() if shot.case.family in ("no_sync", "join")]
+    drawn = [[shot.id for shot in mutants.order_for(MEAN, shots, others)] for others in (1, 3, 7, 20, len(shots))]
+    assert [len(ids) for ids in drawn[:-1]] == [1, 3, 7, 20]
+    assert all(set(fewer) < set(more) for fewer, more in pairwise(drawn))
 
 
 def test_what_the_original_breaks_is_no_kill_and_asked_of_nobody(matrix):
@@ -228,6 +226,13 @@ def test_no_survivor_is_called_so_before_it_had_its_time(matrix, slow):
     )
     assert "a:Sum: 1 of 5: means.sum" in lines
     assert status == 0
+
+
+def test_nor_is_one_said_to_be_caught_by_other_claims_only(matrix):
+    broken = {MEAN.spec: ["means.mean/w1"], SUM.spec: ["means.mean/w1", "means.sum"]}
+    _, lines = matrix(broken, "--first", "1", outcomes={(SUM.spec, "means.sum"): "slow"})
+    assert "a:Sum: 2 of 2: means.mean/w1, means.sum" in lines
+    assert not failures(lines)
 
 
 def test_the_kill_matrix_as_json(matrix, tmp_path):
