@@ -11,6 +11,7 @@ on both sides is named as such, and is not called unchanged.
 
 import argparse
 import json
+import re
 import signal
 import sys
 from collections import defaultdict
@@ -186,8 +187,9 @@ def _lines(change: Change, difference: Difference) -> Iterator[str]:
         if change.kind in ("offered", "gone") or (mended and (name in ("laws", "outcome") or None in sides.values())):
             continue
         yield f"    {name}" + (f" (since {change.since[name]})" if name in change.since else "")
-        for label, value in ((difference.old, sides["old"]), (difference.new, sides["new"])):
-            for line in _value(value):
+        for side, other in (("old", "new"), ("new", "old")):
+            label = getattr(difference, side)
+            for line in _value(_without_common(sides[side], sides[other])):
                 yield f"      {label:{width}}  {line}"
     for side, label in (("old", difference.old), ("new", difference.new)):
         if (mended or not change.facts) and change.kind not in ("offered", "gone") and change.why.get(side):
@@ -196,6 +198,21 @@ def _lines(change: Change, difference: Difference) -> Iterator[str]:
         yield f"    note: {note}"
     if change.older:
         yield "    (measured on an older version of this case)"
+
+
+def _without_common(value: Any, other: Any) -> Any:
+    """A long list without what the other has in the same order, too."""
+    items, others = _items(value), _items(other)
+    common = [item for item in items if item in others]
+    if not common or len(value) < 120 or common != [item for item in others if item in items]:
+        return value
+    return f"[{', '.join(['...', *(item for item in items if item not in others)])}]"
+
+
+def _items(value: Any) -> list[str]:
+    """The items of a fact that is one flat list, which facts write as `[a, b]`."""
+    flat = isinstance(value, str) and re.fullmatch(r"\[[^][{}()]*\]", value)
+    return value[1:-1].split(", ") if flat else []
 
 
 def _value(value: Any) -> list[str]:

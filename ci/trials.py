@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_conformance import ranks, record
-from ddp_conformance.case import Case, Facet, program_hash
+from ddp_conformance.case import Case, Facet, program_hash, source_hash
 from ddp_conformance.lanes import Lane
 from ddp_conformance.ranks import Observation, permitted
 from ddp_conformance.subject import NoData, NotOffered, Subject
@@ -118,7 +118,7 @@ class Trials:
     def run(self, subject: str, sources: str, shot: Shot, deadline: float = DEADLINE) -> Result:
         """The result of this subject, whose sources hash to this, in this case: the kept one, or that of a run."""
         case = shot.case
-        key = digest(subject, sources, shot.id, program_hash(case, shot.facet), self.settings.torch)
+        key = digest(subject, sources, shot.id, program_hash(case, shot.facet), self.settings.torch, _machinery())
         self.used.add(key)
         known = self.results.known.get(key)
         if known is not None and not (deadline > DEADLINE and _ran_out_of_time(known, case)):
@@ -189,6 +189,13 @@ class Trials:
             self._all.append(self._suites.own)
         own: Suite = self._suites.own
         return own
+
+
+@cache
+def _machinery() -> list[str]:
+    """What decides how a subject is reached and how its ranks end, beside what the hash of a program covers."""
+    here = Path(ranks.__file__).parent
+    return [source_hash(here / name) for name in ("job.py", "ranks.py", "server.py", "subject.py")]
 
 
 def _ran_out_of_time(result: Result, case: Case) -> bool:

@@ -95,6 +95,19 @@ def test_the_report_reads_as_text(old):
     assert "in_ddp" in text and "[[3.0, 3.0, 3.0]]" in text
 
 
+def test_of_two_long_lists_only_what_differs_is_told(old):
+    shared = [f"key_{i:03}" for i in range(20)]
+    case_id, others = "mean_gradients.mean/w2", {"alone": "x", "laws": 2}
+    one, two, shuffled = (f"[{', '.join(items)}]" for items in (shared, [*shared, "new_key"], shared[::-1]))
+    before = changed(old, case_id, facts={**others, "keys": one})
+    added = "\n".join(diff.report(diff.compare(before, changed(old, case_id, facts={**others, "keys": two}))))
+    assert "[...]" in added
+    assert "[..., new_key]" in added
+    moved = "\n".join(diff.report(diff.compare(before, changed(old, case_id, facts={**others, "keys": shuffled}))))
+    assert one in moved
+    assert shuffled in moved
+
+
 def test_an_unknown_release_is_one_clear_line(capsys):
     assert diff.main(["0.1", "2.13.0"]) == 2
     assert capsys.readouterr().err.startswith("ci.diff: 0.1: neither a record nor a release on file")

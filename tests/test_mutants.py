@@ -210,6 +210,17 @@ def test_a_run_goes_on_from_a_file_that_breaks_off_anywhere(matrix, tmp_path):
         assert not MadeUp.observed
 
 
+def test_results_of_another_adapter_are_not_taken_for_this_ones(matrix, monkeypatch):
+    broken = {MEAN.spec: ["means.mean/w1"], SUM.spec: ["means.sum"]}
+    matrix(broken)
+    observed = list(MadeUp.observed)
+    matrix(broken)
+    assert not MadeUp.observed
+    monkeypatch.setattr(trials, "_machinery", lambda: ["another subject.py"])
+    matrix(broken)
+    assert MadeUp.observed == observed
+
+
 def test_a_trial_that_ran_out_of_time_is_tried_again(matrix):
     broken = {MEAN.spec: ["means.mean/w1"], SUM.spec: ["means.sum"]}
     status, _ = matrix({MEAN.spec: ["means.mean/w1"]}, outcomes={(SUM.spec, "means.sum"): "waiting"})

@@ -321,6 +321,15 @@ def test_a_failure_says_claim_source_and_how_to_accept_it(runs):
     assert "python -m ci.accept" not in runs["whole"].told["violated.law"].message
 
 
+def test_another_subject_is_told_of_what_torch_breaks_too_and_is_violated_all_the_same(little):
+    run = little.run("--subject=tests.reference_ddp:ReferenceDDP", "--claim=known", "--claim=violated.law")
+    assert {run.verdicts[name] for name in run.cases} == {"violated"}, run.output
+    also = "torch's own DDP does so, too, on this release: "
+    assert f"{also}pytorch/pytorch#1" in run.told["known.law"].message
+    assert f"{also}nobody has reported it" in run.told["known.death"].message
+    assert also not in run.told["violated.law"].message
+
+
 def test_a_hung_rank_shows_its_stack(runs):
     message = runs["whole"].told["violated.hung"].message
     assert "rank 0 stack" in message
