@@ -96,7 +96,7 @@ def keep(judged: Sequence[Record], folder: Path) -> None:
     """Add this run's nightly builds to those of the nights before, and let go of the oldest."""
     for build in judged:
         if Version(build.run["torch"]).is_devrelease:
-            record.keep(build.path, folder)
+            record.keep(build, folder)
     kept = sorted(folder.glob("*.jsonl.gz"), key=lambda path: Version(path.name.removesuffix(".jsonl.gz")))
     for path in kept[:-NIGHTS]:
         path.unlink()

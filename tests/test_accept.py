@@ -277,8 +277,34 @@ def test_records_of_the_whole_suite_are_kept_when_asked_for(tmp_path, monkeypatc
     assert (
         accept.main(["--keep", *save(tmp_path, whole("2.9.1+cpu", "gloo:cpu", lines)), f"--golden={tmp_path}/g"]) == 0
     )
-    assert record.read(tmp_path / "kept" / "2.9.1.jsonl.gz").cases == lines
+    assert record.read(tmp_path / "kept" / "2.9.1.jsonl.gz").cases == [{**lines[0], "verdict": "holds"}]
     assert (tmp_path / "g" / "family.toml").exists()
+
+
+def test_what_is_kept_has_the_verdicts_of_the_golden_files_that_it_is_accepted_into(tmp_path):
+    """A page made of it would call it "changed, not accepted" for ever, and ci.diff would not see what is newly offered."""
+    folder, broken = tmp_path / "golden", {"the law": {"held": 1, "broken": 1}}
+    why = "no such option\nbut golden says it is offered"
+    lacking = {**line("lacks", "gloo:cpu", {}, why=why), "facts": NOT_OFFERED}
+    died = line("died", "gloo:cpu", {"outcome": "SIGSEGV"})
+    false = line("false", "gloo:cpu", {"laws": 2}, laws=broken)
+    accept.accept([whole("2.9.1", "gloo:cpu", [lacking, died, false, line("x", "gloo:cpu", {"one": "a"})])], folder)
+    for name, what in (("died", 'outcome = "SIGSEGV"'), ("false", 'law = "the law"')):
+        entry = f'\n[[{name}.broken]]\nsince = "2.9"\n{what}\nnote = "why"\n'
+        (folder / "family.toml").write_text((folder / "family.toml").read_text() + entry)
+    new = line("x", "gloo:cpu", {"one": "b"}, why="one differs")
+    given = whole("2.9.1", "gloo:cpu", [lacking, died, false, line("x", "gloo:cpu", {"one": "a"}), new])
+    kept = accept.as_accepted(given, folder).cases
+    assert [each["verdict"] for each in kept] == ["not offered", "known", "known", "holds", "changed"]
+    assert [each["why"] for each in kept] == [
+        "no such option",
+        "outcome SIGSEGV: why",
+        "law 'the law': why",
+        "",
+        "one differs",
+    ]
+    assert [each["facts"] for each in kept] == [{}, *(each["facts"] for each in given.cases[1:])]
+    assert accept.check([given], folder) == 1  # the last one alone
 
 
 def test_check_judges_and_writes_nothing(tmp_path, monkeypatch, capsys):

@@ -103,7 +103,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(accept, "ROOT", tmp_path)
     monkeypatch.setattr(accept, "RECORDS", tmp_path / "kept")
     monkeypatch.setattr(accept, "accept", lambda records, folder: (tmp_path / "accepted").touch())
-    record.keep(KEPT, tmp_path / "kept")
+    record.keep(record.read(KEPT), tmp_path / "kept")
     return tmp_path / "kept"
 
 
