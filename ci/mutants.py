@@ -3,7 +3,8 @@ The kill matrix: which cases catch which mutant.
 
     python -m ci.mutants                              every mutant, every case: hours; resumes from mutants.jsonl
     python -m ci.mutants --others 10                  the cases of the mutant's own families, and ten of all others
-    python -m ci.mutants --others 0 --first 3         its own families only, until three cases caught it
+    python -m ci.mutants --others 0 --first 3         its own families only, until three cases caught it, or one and
+                                                      all of the claims that it names have been tried
 
 A mutant is a DDP with one defect (`tests/mutants/`). One that more than half of the other families' cases that were tried
 catch is broad and proves nothing about any one of them; with `--others 0` only those `at_large` can be found so, which are
@@ -72,6 +73,11 @@ class Hunt:
 
         return 2 * elsewhere(self.caught) > elsewhere(self.tried)
 
+    @property
+    def is_caught_by_its_own(self) -> bool:
+        """Whether a case of the claims that it is said to break caught it."""
+        return any(shot.case.claim in self.mutant.breaks for shot in self.caught)
+
     def told(self) -> str:
         if not self.tried:
             return f"{self.mutant.name}: not offered by this torch"
@@ -132,19 +138,26 @@ def order_for(mutant: Mutant, shots: Sequence[Shot], others: int | None) -> list
 
 
 def hunt(trials: Trials, mutant: Mutant, shots: Sequence[Shot], first: int | None) -> Hunt:
-    """The cases that catch the mutant, no more than `first`; nothing is tried where this torch lacks what it breaks."""
+    """
+    The cases that catch the mutant; nothing is tried where this torch lacks what it breaks.
+
+    With `first` no more than that many, and once its claims have been tried and caught it none of other claims, which
+    could make no failure of it.
+    """
     found = Hunt(mutant)
     if not any(shot.case.claim in mutant.breaks for shot in shots):
         return found
     base, spec = (mutant.base, sources_of(mutant.base)), (mutant.spec, mutant.sources)
     for shot in shots:
+        if first and shot.case.claim not in mutant.breaks and found.is_caught_by_its_own:
+            break
         found.tried.append(shot)
         if trials.differ(base, spec, shot):
             found.caught.append(shot)
             if len(found.caught) == first:
                 break
-    own = [shot for shot in found.tried if shot.case.claim in mutant.breaks]
-    if not any(shot in own for shot in found.caught):  # a busy machine may have run out of time, which is no finding
+    if not found.is_caught_by_its_own:  # a busy machine may have run out of time, which is no finding
+        own = [shot for shot in found.tried if shot.case.claim in mutant.breaks]
         found.caught += [shot for shot in own if trials.differ(base, spec, shot, PATIENCE)]
     return found
 
@@ -163,7 +176,7 @@ def failures(hunts: Sequence[Hunt], shots: Sequence[Shot]) -> Iterator[str]:
             continue  # this torch lacks what it breaks
         elif not found.caught:
             yield f"{mutant.name} survives: {mutant.promise}"
-        elif not any(shot.case.claim in mutant.breaks for shot in found.caught):
+        elif not found.is_caught_by_its_own:
             others = ", ".join(shot.id for shot in found.caught[:3])
             yield f"{mutant.name} is caught by {others}, but by none of {', '.join(mutant.breaks)}"
 

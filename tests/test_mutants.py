@@ -246,6 +246,14 @@ def test_nor_is_one_said_to_be_caught_by_other_claims_only(matrix):
     assert not failures(lines)
 
 
+def test_with_first_other_claims_are_tried_only_where_its_own_did_not_catch_it(matrix):
+    broken = {MEAN.spec: ["means.mean/w1", "means.sum"], SUM.spec: ["means.mean/w1"]}
+    _, lines = matrix(broken, "--first", "3")
+    assert "a:Mean: 1 of 2: means.mean/w1" in lines
+    assert "a:Sum: 1 of 5: means.mean/w1" in lines
+    assert failures(lines) == ["a:Sum is caught by means.mean/w1, but by none of means.sum"]
+
+
 def test_the_kill_matrix_as_json(matrix, tmp_path):
     matrix({MEAN.spec: ["means.mean/w2"]}, "--kills", str(tmp_path / "kills.json"))
     kills = json.loads((tmp_path / "kills.json").read_text())
