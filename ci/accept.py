@@ -120,13 +120,18 @@ def check(records: list[record.Record], folder: Path) -> int:
     return 1 if wrong else 0
 
 
+def is_lacking(line: Mapping[str, Any]) -> bool:
+    """A record says "not offered" where golden said so already, and "changed", with this one fact, where it did not."""
+    return bool(line["verdict"] == "not offered" or line["facts"] == LACKING)
+
+
 def unexpected(line: Mapping[str, Any], known: golden.Expected) -> str:
     """How a case line is not as the golden files say, or ""."""
     if line["verdict"] == "violated":
         return "violated"
     if line["verdict"] == "no data":
         return str(line["why"]).splitlines()[0] if record.needs_a_person(line) else ""
-    if line["verdict"] == "not offered" or line["facts"] == LACKING:
+    if is_lacking(line):
         return "golden says it is offered" if known.offered else ""
     wanted = {key: value for key, (value, _) in known.facts.items() if (key, value) != ("outcome", "returned")}
     facts = line["facts"]
@@ -137,6 +142,8 @@ def unexpected(line: Mapping[str, Any], known: golden.Expected) -> str:
         return "golden says it is not offered"
     if line["verdict"] == "known" and not known.broken:
         return "known, and golden says nothing of what breaks"
+    if new := record.broken_laws(line) - {broken.law for broken in known.broken}:
+        return f"law {min(new)!r} is broken, of which golden says nothing"
     if known.broken and line["verdict"] != "known" and not record.broken_laws(line) and "outcome" not in facts:
         return f"holds, and golden says that {known.broken[0].what} breaks"
     return ""
@@ -199,9 +206,7 @@ def _fold(
     for lane, releases in measured.items() if named else ():
         states[lane] = {now: {fact: _says(_entry(old, lane, fact), fact, now) for fact in named} for now in releases}
     for each, line in observed:
-        # A record says "not offered" where golden says so already, and "changed", with this one fact, where it does not.
-        absent = line["verdict"] == "not offered" or line["facts"].get("offered") == "no"
-        state = {"offered": "no"} if absent else line["facts"]
+        state = LACKING if is_lacking(line) else line["facts"]
         states[line["lane"]][golden.release(each.run["torch"])] = state
     facts = named | {fact for lane in states.values() for state in lane.values() for fact in state}
     for lane in sorted(states, key=lambda lane: (lane != SHARED_LANE, lane)):

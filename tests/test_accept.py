@@ -305,6 +305,8 @@ def test_what_is_kept_has_the_verdicts_of_the_golden_files_that_it_is_accepted_i
     ]
     assert [each["facts"] for each in kept] == [{}, *(each["facts"] for each in given.cases[1:])]
     assert accept.check([given], folder) == 1  # the last one alone
+    other = {**false, "laws": {"another law": {"held": 1, "broken": 1}}}
+    assert accept.as_accepted(whole("2.9.1", "gloo:cpu", [other]), folder).cases == [other]
 
 
 def test_check_judges_and_writes_nothing(tmp_path, monkeypatch, capsys):
