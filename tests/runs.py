@@ -193,13 +193,25 @@ def state(entry: Path) -> str:
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    """The parent of a process, 0 for one that has ended since it was found."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def servers(marker: str) -> list[int]:
     """The rank servers of a run: ranks have the same command line, and a server for parent."""
-    ours = [pid for pid in processes(marker) if b"server.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return [pid for pid in ours if parent(pid) not in ours]
+    ours = {pid: parent(pid) for pid in processes(marker) if "server.py" in command(pid)}
+    return [pid for pid, of in ours.items() if of and of not in ours]
+
+
+def command(pid: int) -> str:
+    """The command line of a process, empty for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
 
 
 def until(look: Callable[[], Any], *, within: float = 10, what: str = "it") -> Any:

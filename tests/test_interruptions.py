@@ -6,12 +6,11 @@ import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from ddp_conformance import record
 
-from tests.runs import Little, parent, servers, until
+from tests.runs import Little, command, parent, servers, until
 
 pytestmark = pytest.mark.timeout(600)  # the runs of a module start together, on a machine that may be busy
 
@@ -78,19 +77,12 @@ def workers_of(running):
     return [pid for pid in running.processes() if parent(pid) == running.process.pid]
 
 
-def command(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
-    except OSError:
-        return ""
-
-
 def check(running, little):
     """What must hold after the end of any run; the seconds after which its last process was gone."""
     ended = time.monotonic()
     while (left := running.processes()) and time.monotonic() < ended + GONE:
         time.sleep(0.02)
-    assert not left, [command(pid) for pid in left]
+    assert not left, [command(pid)[:200] for pid in left]
     gone = time.monotonic() - ended
     assert (little.folder / "golden" / "family.toml").read_text() == GOLDEN
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import SETTINGS, Little, parent, processes, servers, until
+from tests.runs import SETTINGS, Little, parent, processes, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,11 +29,11 @@ HERE = Path(__file__).parent
 
 @case("leaving.waits", level=MUST, source="here")
 def test_waits(rank):
-    """Each rank forks a child and waits with it, once."""
+    """Each rank forks a child, says whose it is, and waits with it, once."""
     if not os.fork():
         while True:
             time.sleep(1000)
-    (HERE / f"child_of_{rank.index}").touch()
+    (HERE / f"server_of_{rank.index}").symlink_to(str(os.getppid()))
     time.sleep(1000)
 
 
@@ -46,19 +46,21 @@ def test_well_after(rank):
 
 
 def waiting(tmp_path, *arguments):
-    """A run whose first case waits, each of its ranks with a child."""
+    """A run whose first case waits, each of its ranks with a child, and the server that those ranks name."""
     little = Little(tmp_path / "suite")
     little.write("test_leaving.py", WAITS)
     little.write("golden/leaving.toml", "[well_after]\nlaws = 1\n")
     running = little.start("--case-deadline=90", *arguments)
-    until(lambda: all((little.folder / f"child_of_{i}").exists() for i in (0, 1)), within=200, what="the ranks' forks")
+    told = [little.folder / f"server_of_{index}" for index in (0, 1)]
+    until(lambda: all(link.is_symlink() for link in told), within=200, what="the ranks' forks")
     assert len(running.processes()) >= 6  # pytest, its server, two ranks, two children
-    return running
+    [server] = {int(link.readlink().name) for link in told}
+    return running, server
 
 
 @pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdist"])
 def test_pytest_killed_leaves_no_process(tmp_path, workers):
-    running = waiting(tmp_path, *workers)
+    running, _ = waiting(tmp_path, *workers)
     os.kill(running.process.pid, signal.SIGKILL)
     until(lambda: not running.processes(), within=10, what="the end of every process")
     assert running.process.wait(10) == -signal.SIGKILL
@@ -66,13 +68,8 @@ def test_pytest_killed_leaves_no_process(tmp_path, workers):
 
 
 def test_a_worker_killed_leaves_no_process(tmp_path):
-    running = waiting(tmp_path, "-n2")
-    worker = next(
-        parent(server)
-        for server in servers(running.marker)
-        if any(parent(pid) == server for pid in running.processes())
-    )
-    os.kill(worker, signal.SIGKILL)
+    running, server = waiting(tmp_path, "-n2")
+    os.kill(parent(server), signal.SIGKILL)
     run = running.finish()
     assert run.exit == 1
     assert "crashed while running" in run.output
@@ -82,10 +79,8 @@ def test_a_worker_killed_leaves_no_process(tmp_path):
 
 @pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdist"])
 def test_the_server_killed_is_no_data_and_the_next_case_has_another(tmp_path, workers):
-    running = waiting(tmp_path, *workers)
-    ours = running.processes()
-    [server] = [pid for pid in servers(running.marker) if any(parent(each) == pid for each in ours)]
-    tree = [pid for pid in ours if parent(pid) == server or parent(parent(pid)) == server]
+    running, server = waiting(tmp_path, *workers)
+    tree = [pid for pid in running.processes() if server in (parent(pid), parent(parent(pid)))]
     assert len(tree) == 4
     os.kill(server, signal.SIGKILL)
     until(lambda: not {*tree, server} & set(running.processes()), what="the end of the ranks and their children")
@@ -98,7 +93,7 @@ def test_the_server_killed_is_no_data_and_the_next_case_has_another(tmp_path, wo
 
 
 def test_interrupted_leaves_no_process_and_an_incomplete_record(tmp_path):
-    running = waiting(tmp_path)
+    running, _ = waiting(tmp_path)
     os.kill(running.process.pid, signal.SIGINT)
     run = running.finish()
     assert run.exit == 2, run.output
