@@ -97,7 +97,7 @@ def test_interrupted_leaves_no_process_and_an_incomplete_record(tmp_path):
     os.kill(running.process.pid, signal.SIGINT)
     run = running.finish()
     assert run.exit == 2, run.output
-    assert not running.processes()
+    until(lambda: not running.processes(), within=2, what="the end of the ranks' children, for which nobody can wait")
     last = json.loads(run.record.read_text().splitlines()[-1])
     assert last["line"] != "end" or not last["complete"]
 
