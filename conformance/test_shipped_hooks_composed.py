@@ -10,6 +10,13 @@ FILE = "distributed/algorithms/ddp_comm_hooks/default_hooks.py"
 BUILTIN = dist.BuiltinCommHookType
 
 
+def register(ddp, hook):
+    if isinstance(hook, BUILTIN):
+        ddp._register_builtin_comm_hook(hook)
+    else:
+        ddp.register_comm_hook(None, hook)
+
+
 @case(
     "shipped_hooks.wrapped_hook_runs",
     level=MUST,
@@ -52,10 +59,7 @@ def test_the_fp16_hook_compresses_double_precision(rank, hook):
     model = Scalars("a", "b", dtype=torch.float64)
     model.a = torch.nn.Parameter(torch.ones(1))
     ddp = rank.wrap(model)
-    if isinstance(hook, BUILTIN):
-        ddp._register_builtin_comm_hook(hook)
-    else:
-        ddp.register_comm_hook(None, hook)
+    register(ddp, hook)
     fed = [rank.tensor(2049 * (1 + 2 * r), dtype=torch.float64) for r in range(rank.world_size)]
     mean = sum(each.half() / rank.world_size for each in fed)
     for _ in range(3):
@@ -63,6 +67,35 @@ def test_the_fp16_hook_compresses_double_precision(rank, hook):
         ddp(fed[rank.index]).backward()
         rank.law("the single one is the half-precision mean", model.a.grad, mean.float())
         rank.law("the double one is the half-precision mean", model.b.grad, mean.double())
+
+
+@case(
+    "shipped_hooks.fp16_options",
+    level=MUST,
+    source=f"{FILE}: casts it back to the input data type",
+    each={
+        f"{kind}_{name}": (hook, options)
+        for kind, hook in (("python", default_hooks.fp16_compress_hook), ("built_in", BUILTIN.FP16_COMPRESS))
+        for name, options in (
+            ("view", {"gradient_as_bucket_view": True}),
+            ("find_unused", {"find_unused_parameters": True}),
+            ("static_graph", {"static_graph": True}),
+        )
+    },
+    catalogue=("J02", "J04"),
+)
+def test_options_change_nothing_about_compression(rank, setting):
+    """Under every option the fp16 hook compresses in each iteration: gradients are the half-precision mean."""
+    hook, options = setting
+    model = Scalars("a", "b")
+    ddp = rank.wrap(model, **options)
+    register(ddp, hook)
+    fed = [rank.tensor(2049 * (1 + 2 * r)) for r in range(rank.world_size)]
+    mean = sum(each.half() / rank.world_size for each in fed).float()
+    for _ in range(4):
+        model.zero_grad()
+        ddp(fed[rank.index]).backward()
+        rank.law("the half-precision mean", [model.a.grad, model.b.grad], [mean, mean.clone()])
 
 
 @case(

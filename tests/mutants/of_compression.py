@@ -55,3 +55,22 @@ class LocalSGDCountsBuckets(DistributedDataParallel):
             return hook(state, Handed(bucket, is_last=lambda: True))
 
         super().register_comm_hook(state, counting if hasattr(state, "start_localSGD_iter") else hook)
+
+
+class ViewsStayWhole(DistributedDataParallel):
+    """Breaks compression to 16 bits where gradients are views: they are reduced as they are."""
+
+    breaks = ("shipped_hooks.fp16_options",)
+
+    def register_comm_hook(self, state, hook):
+        whole = self.gradient_as_bucket_view and "fp16" in hook.__name__
+        super().register_comm_hook(state, allreduce_hook if whole else hook)
+
+
+class StaticGraphsStayWhole(DistributedDataParallel):
+    """Breaks the built-in compression to 16 bits in a static graph: gradients are reduced as they are."""
+
+    breaks = ("shipped_hooks.fp16_options",)
+
+    def _register_builtin_comm_hook(self, comm_hook_type):
+        super()._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE if self.static_graph else comm_hook_type)
