@@ -87,8 +87,10 @@ class KeepsTheFirstGroup(DistributedDataParallel):
     first = []
 
     def __init__(self, module, process_group=None, **options):
-        self.first.append(process_group or torch.distributed.group.WORLD)
-        super().__init__(module, process_group=self.first[0], **options)
+        if "device_mesh" not in options:
+            self.first.append(process_group or torch.distributed.group.WORLD)
+            process_group = self.first[0]
+        super().__init__(module, process_group=process_group, **options)
 
 
 class SendsNoBuffersInInference(DistributedDataParallel):
