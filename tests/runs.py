@@ -106,7 +106,7 @@ class Running:
                 self.process.wait()
         return Run(code, self.log.read_text(errors="replace"), self.folder, self.record, self.junit)
 
-    def processes(self) -> list[int]:
+    def processes(self) -> dict[int, str]:
         return processes(self.marker)
 
 
@@ -172,30 +172,32 @@ class Little:
         return self.start(*arguments, **more).finish()
 
 
-def processes(marker: str) -> list[int]:
-    """The processes of the run with this marker that are alive; a zombie, which only waits to be reaped, is not."""
-    found = []
+def processes(marker: str) -> dict[int, str]:
+    """The processes of the run with this marker that are alive, each with what it is; a zombie, which only waits to be reaped, is not."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if (
-                    f"{MARKER}={marker}".encode() in (entry / "environ").read_bytes().split(b"\0")
-                    and state(entry) != "Z"
-                ):
-                    found.append(int(entry.name))
+                if f"{MARKER}={marker}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    name, state, of = stat(int(entry.name))
+                    if state != "Z":
+                        found[int(entry.name)] = f"{name} {state}, child of {of}: {command(int(entry.name))}"
             except OSError:
                 continue
     return found
 
 
-def state(entry: Path) -> str:
-    return (entry / "stat").read_text().rpartition(")")[2].split()[0]
+def stat(pid: int) -> tuple[str, str, int]:
+    """The name, the state and the parent of a process."""
+    name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    state, of = rest.split()[:2]
+    return name, state, int(of)
 
 
 def parent(pid: int) -> int:
     """The parent of a process, 0 for one that has ended since it was found."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return stat(pid)[2]
     except OSError:
         return 0
 
