@@ -140,7 +140,9 @@ def test_the_matrix_is_filtered_by_family_level_verdict_and_words(look, document
             assert page.locator("#count").text_content() == f"{len(wanted)} of {len(claims)} claims shown"
             families = page.locator("tr.family:visible").evaluate_all("rows => rows.map(row => row.id)")
             shown = {claim["family"] for claim in wanted}
-            assert families == [family for family in dict.fromkeys(claim["family"] for claim in claims) if family in shown]
+            assert families == [
+                family for family in dict.fromkeys(claim["family"] for claim in claims) if family in shown
+            ]
             return wanted
 
         page.select_option("#family", "no_sync")
