@@ -5,45 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.reference_ddp import ReferenceDDP, tensors_in
-
-
-class WalksRecursively(ReferenceDDP):
-    """Breaks the search for unused parameters in deep graphs: it calls itself for every node, as far as Python lets it."""
-
-    breaks = ("unused_parameters.any_graph",)
-
-    def leaves_below(self, output):
-        leaves, seen = set(), set()
-
-        def walk(node):
-            if node is None or node in seen:
-                return
-            seen.add(node)
-            leaves.add(id(getattr(node, "variable", None)))
-            for below, _ in node.next_functions:
-                walk(below)
-
-        for tensor in tensors_in(output):
-            walk(tensor.grad_fn)
-        return leaves
-
-
-class WalksEveryPath(ReferenceDDP):
-    """Breaks the search in graphs that fork and join: it forgets where it was, and (here) gives up after 100,000 nodes."""
-
-    breaks = ("unused_parameters.any_graph",)
-
-    def leaves_below(self, output):
-        nodes, leaves, steps = [tensor.grad_fn for tensor in tensors_in(output)], set(), 0
-        while nodes:
-            node, steps = nodes.pop(), steps + 1
-            if steps > 100_000:
-                raise RuntimeError("the search for unused parameters does not end")
-            if node is not None:
-                leaves.add(id(getattr(node, "variable", None)))
-                nodes += [below for below, _ in node.next_functions]
-        return leaves
+from tests.reference_ddp import ReferenceDDP
 
 
 class MapsSixtyFour(ReferenceDDP):
