@@ -102,6 +102,22 @@ class SendsNoBuffersInInference(DistributedDataParallel):
         return not torch.is_inference_mode_enabled() and super().will_sync_module_buffers()
 
 
+class ExpectsTheFirstShapes(DistributedDataParallel):
+    """Breaks what is known of buffers that were assigned anew: those of another size than at construction are not sent."""
+
+    breaks = ("buffers.reassigned_otherwise",)
+
+    def __init__(self, module, **options):
+        super().__init__(module, **options)
+        self.sizes = {name: buffer.numel() for name, buffer in module.named_buffers()}
+
+    def _default_broadcast_coalesced(self, bufs=None, bucket_size=None, authoritative_rank=0):
+        named = self.named_module_buffers.items()
+        known = [buffer for name, buffer in named if buffer.numel() == self.sizes.get(name)]
+        if known:
+            super()._default_broadcast_coalesced(known, bucket_size, authoritative_rank)
+
+
 class AwaitsTheFirstFuture(DistributedDataParallel):
     """Breaks the promise that a buffer hook's futures are awaited: the first one is."""
 

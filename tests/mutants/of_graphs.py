@@ -5,7 +5,40 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.reference_ddp import ReferenceDDP
+from tests.reference_ddp import ReferenceDDP, tensors_in
+
+
+class GivesUpInDeepGraphs(ReferenceDDP):
+    """Breaks the search for unused parameters in deep graphs: after a thousand nodes it gives up, and all count as used."""
+
+    breaks = ("unused_parameters.any_graph",)
+
+    def leaves_below(self, output):
+        nodes, seen = [tensor.grad_fn for tensor in tensors_in(output)], set()
+        while nodes:
+            node = nodes.pop()
+            if node not in seen:
+                seen.add(node)
+                nodes += [below for below, _ in node.next_functions if below is not None]
+            if len(seen) > 1000:
+                return {id(parameter) for parameter in self.trainable}
+        return {id(node.variable) for node in seen if hasattr(node, "variable")}
+
+
+class GivesUpInForkedGraphs(ReferenceDDP):
+    """Breaks the search in graphs that fork and join: it forgets where it was, gives up after 100,000 steps, and all count as used."""
+
+    breaks = ("unused_parameters.any_graph",)
+
+    def leaves_below(self, output):
+        nodes, leaves, steps = [tensor.grad_fn for tensor in tensors_in(output)], set(), 0
+        while nodes:
+            node, steps = nodes.pop(), steps + 1
+            leaves.add(id(getattr(node, "variable", None)))
+            nodes += [below for below, _ in node.next_functions if below is not None]
+            if steps > 100_000:
+                return {id(parameter) for parameter in self.trainable}
+        return leaves
 
 
 class MapsSixtyFour(ReferenceDDP):
