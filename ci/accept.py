@@ -121,7 +121,7 @@ def check(records: list[record.Record], folder: Path) -> int:
 
 
 def is_lacking(line: Mapping[str, Any]) -> bool:
-    """A record says "not offered" where golden said so already, and "changed", with this one fact, where it did not."""
+    """Whether the case was not offered: the record says so, or "changed" with this one fact, where golden said it was."""
     return bool(line["verdict"] == "not offered" or line["facts"] == LACKING)
 
 
