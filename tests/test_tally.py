@@ -82,6 +82,31 @@ def test_what_much_else_follows_from_is_mended_first():
     assert told(*rest, "rank0_broadcast.parameters")[0] == "rank0_broadcast.parameters"
 
 
+def test_what_torch_does_too_is_mended_last_and_told_with_the_score(tmp_path):
+    """A case may be of a part of torch's own, such as a hook, which no DDP can mend."""
+    suite = Little(tmp_path / "suite")
+    suite.write("test_little.py", CASES)
+    broken = "[[mean.broken]]\nsince = '1.13'\nlaw = 'the mean'\nnote = 'it adds up'\n"
+    suite.write("golden/mean_gradients.toml", f"[mean]\nlaws = 1\n{broken}")
+    suite.write(
+        "adds.py",
+        """
+        import torch
+        from tests.mutants.of_reduction import Sums
+
+        class AddsUp(Sums):
+            def __init__(self, module):
+                super().__init__(module)
+                with torch.no_grad():
+                    module.weight += 1
+        """,
+    )
+    run = suite.run("--subject=adds:AddsUp")
+    assert "fix first: construction.accepts: broken law: its weight\nthen: mean_gradients.mean: " in run.output
+    score = "score: 0 of 2 MUST cases that adds:AddsUp offers hold, 1 of the others is as with torch's own DDP"
+    assert f"{score}, 1 is not offered\n" in run.output
+
+
 def test_only_the_reasons_that_explain_most_are_told():
     def case(reason):
         return tally.Judged("a.b", "MUST", "gloo:cpu", "not offered", f"it has no {reason}")
