@@ -169,7 +169,10 @@ class AveragesRows(_PostLocalSGD):
         def step(self):
             self.optim.step()
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            self.averager.average_parameters([torch.nn.Parameter(row.clone()) for each in parameters for row in each])
+            rows = [torch.nn.Parameter(row.detach().clone()) for parameter in parameters for row in parameter]
+            for row in rows:
+                row.grad = torch.zeros_like(row)
+            self.averager.average_parameters(rows)
 
         optimizer.step = step
 
@@ -225,3 +228,36 @@ class KeepsZerosRates(_ZeroRedundancy):
 
     def change(self, optimizer):
         optimizer._sync_param_groups = staticmethod(lambda source, destination: None)
+
+
+class HooksSharedViewsTwice(DistributedDataParallel):
+    """Breaks the mean of a shared parameter where gradients are views: each of its names counts (pytorch/pytorch#51929)."""
+
+    breaks = ("construction.shared_parameter_options",)
+
+    def __init__(self, module, *arguments, **options):
+        super().__init__(module, *arguments, **options)
+        if not self.gradient_as_bucket_view:
+            return
+        named = [parameter for each in module.modules() for parameter in each.parameters(recurse=False)]
+        for parameter in module.parameters():
+            names = sum(each is parameter for each in named)
+            if names > 1 and parameter.requires_grad:
+                parameter.register_hook(lambda gradient, names=names: gradient * names)
+
+
+class JoinBringsTheFirstBuffers(DistributedDataParallel):
+    """Breaks the end of join() for buffers that were assigned anew: those of construction are brought (pytorch/pytorch#63916)."""
+
+    breaks = ("join.ends_with_reassigned_buffers",)
+
+    def __init__(self, module, *arguments, **options):
+        super().__init__(module, *arguments, **options)
+        self.first = dict(module.named_buffers())
+
+    def _sync_final_model(self, is_last_joiner):
+        anew = [buffer for name, buffer in self.module.named_buffers() if buffer is not self.first.get(name)]
+        kept = [buffer.clone() for buffer in anew]
+        super()._sync_final_model(is_last_joiner)
+        for buffer, own in zip(anew, kept, strict=True):
+            buffer.copy_(own)
