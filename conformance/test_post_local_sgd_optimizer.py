@@ -45,7 +45,7 @@ class Loop:
             self.expected[name] = [sum(moved) / rank.world_size] * rank.world_size if averaged else moved
         self.steps += 1
         rank.law(
-            f"step {self.steps}{': averaged' if averaged else ''}",
+            "each rank is where arithmetic takes it",
             [getattr(self.model, name).data for name in RATES],
             [self.expected[name][rank.index] for name in RATES],
         )
