@@ -59,3 +59,21 @@ class SavesNothingIgnored(DistributedDataParallel):
         for name in self.parameters_to_ignore:
             saved.pop(f"module.{name}", None)
         return saved
+
+
+class FillsAsGradientsArrive(ReferenceDDP):
+    """Breaks the matching of gradients in a bucket: they lie in it in the order of their arrival on the rank (deepspeedai/DeepSpeed#2343)."""
+
+    breaks = ("firing.arrival_in_one_bucket",)
+
+    def expect_gradients(self, output):
+        super().expect_gradients(output)
+        self.arrived = []
+
+    def mark_ready(self, index):
+        self.arrived.append(index)
+        super().mark_ready(index)
+
+    def fill(self, bucket):
+        bucket.indices.sort(key=self.arrived.index)
+        super().fill(bucket)
