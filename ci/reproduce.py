@@ -3,10 +3,11 @@ Print a case as one standalone script: no pytest, no fixture, only torch; to ste
 
     python -m ci.reproduce no_sync.accumulates                     print it
     python -m ci.reproduce rank0_broadcast.buffers/w3 --torch 2.4.1   with what that release does, and what is expected
+    python -m ci.reproduce no_sync.accumulates --subject yours:DDP    of another DDP than torch's
     python -m ci.reproduce --reports                               write the scripts in ci/reports anew
 
 The script holds the suite's own sources that the case needs and the case as it stands, and starts plain processes; under
-`torchrun` it takes the ranks that it is given.
+`torchrun` it takes the ranks that it is given. It ends with 1 where a law is broken.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import ast
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,11 +58,14 @@ def _main(index, world_size, path):
         if TIMEOUT < RENDEZVOUS and hasattr(dist.distributed_c10d, "_set_pg_timeout"):
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT), dist.group.WORLD)
 
+    broken = []
+
     def tell(said):
         if "fact" in said:
             sys.stdout.write(f"rank {index}: {said['fact']} = {said['text']}\n")
         elif "law" in said:
             verdict = "holds" if said["holds"] else f"BROKEN\n{said['detail']}\n"
+            broken.extend([] if said["holds"] else [said["law"]])
             sys.stdout.write(f"rank {index}: law {said['law']}: {verdict}\n")
         sys.stdout.flush()
 
@@ -71,7 +76,10 @@ def _main(index, world_size, path):
         time.sleep(WAIT)
     elif GROUP and not MAY:
         dist.barrier()  # a rank that leaves while a peer still talks makes gloo fail there
-    os._exit(0)  # interpreter exit with live gloo threads can abort
+    if broken and path is not None:
+        open(f"{path}.broken", "w").close()  # a rank that fails would have the others ended
+        broken.clear()
+    os._exit(1 if broken else 0)  # interpreter exit with live gloo threads can abort
 
 
 if __name__ == "__main__":
@@ -83,6 +91,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         torch.multiprocessing.start_processes(_main, (WORLD, store), nprocs=WORLD, start_method="fork")
+        sys.exit(os.path.exists(f"{store}.broken"))
 '''
 
 
@@ -92,6 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("case", metavar="CASE", nargs="?", help="a case id; a claim stands for its first case")
     what.add_argument("--reports", action="store_true", help="write the script beside each text in ci/reports anew")
     parser.add_argument("--torch", metavar="RELEASE", help="say what this release does and what is expected of it")
+    parser.add_argument(
+        "--subject", default=DEFAULT, metavar="PACKAGE.MODULE:NAME", help="the DDP that the script runs"
+    )
     parser.add_argument("--lane", default="gloo:cpu", metavar="BACKEND:DEVICE")
     options = parser.parse_args(arguments)
     try:
@@ -104,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
                     script(*find(text.stem), options.lane, None) + "\n", encoding="utf-8"
                 )
             return 0
-        print(script(*find(options.case), options.lane, options.torch))
+        print(script(*find(options.case), options.lane, options.torch, options.subject))
     except (LookupError, ValueError, record.RecordError, golden.GoldenError) as error:
         print(f"ci.reproduce: {error.args[0]}", file=sys.stderr)
         return 2
@@ -113,14 +125,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def find(name: str) -> tuple[Case, Facet]:
     """The case of this id, or the first one of this claim."""
+    names: set[str] = set()
     for case in all_cases():
         for facet in case.facets():
             if name in (case.id(facet), case.claim):
                 return case, facet
-    raise LookupError(f"no case {name!r}: see pytest --list")
+            names |= {case.id(facet), case.claim}
+    near = get_close_matches(name, names, 1)
+    raise LookupError(f"no case {name!r}: {f'did you mean {near[0]}?' if near else 'see pytest --list'}")
 
 
-def script(case: Case, facet: Facet, lane: str, release: str | None) -> str:
+def script(case: Case, facet: Facet, lane: str, release: str | None, subject: str = DEFAULT) -> str:
     """The whole script: head, the sources it needs, the case, the start."""
     backend, _, device = lane.rpartition(":")
     name = case.program.__name__
@@ -134,7 +149,7 @@ def script(case: Case, facet: Facet, lane: str, release: str | None) -> str:
         "WORLD": facet.world,
         "BACKEND": repr(backend),
         "DEVICE": repr(device),
-        "SUBJECT": repr(DEFAULT),
+        "SUBJECT": repr(subject),
         "GROUP": case.group,
         "MAY": case.may,
         "WAIT": CASE_DEADLINE,

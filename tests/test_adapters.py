@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -222,6 +223,43 @@ def test_a_copy_of_an_adapters_module_has_a_backward_of_its_own(copied):
         other(torch.ones(1, 1)).sum().backward()
     module(torch.ones(1, 1)).sum().backward()
     assert list(map(id, Watched.ended)) == [id(other), id(other), id(module)]
+
+
+def test_a_backward_that_raised_does_not_keep_the_next_from_its_end():
+    module = Subject("tests.test_adapters:watched").wrap(torch.nn.Linear(1, 1))
+
+    def fail(gradient):
+        raise ArithmeticError
+
+    Watched.ended.clear()
+    raises = module.weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        module(torch.ones(1, 1)).sum().backward()
+    raises.remove()
+    module(torch.ones(1, 1)).sum().backward()
+    assert list(map(id, Watched.ended)) == [id(module)]
+
+
+@dataclass
+class Output:
+    """What some models return: a tensor deep inside, and themselves."""
+
+    inside: dict[str, object]
+
+    def __post_init__(self):
+        self.inside["whole"] = self
+
+
+def test_the_end_of_backward_is_seen_whatever_the_tensors_are_returned_in():
+    class Returns(torch.nn.Linear):
+        def forward(self, x):
+            return Output({"sum": [super().forward(x).sum()], "by": self})
+
+    module = Subject("tests.test_adapters:watched").wrap(Returns(1, 1))
+    Watched.ended.clear()
+    module(torch.ones(1, 1)).inside["sum"][0].backward()
+    assert list(map(id, Watched.ended)) == [id(module)]
+    assert not module.weight._backward_hooks, "a parameter is no output"
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 import torch
 from ddp_conformance import golden
-from ddp_conformance.subject import BUILDS
+from ddp_conformance.subject import BUILDS, DEFAULT
 from ddp_conformance.suite import golden_path
 
 from ci import reproduce
-from ci.cases import CONFORMANCE, all_cases, families
+from ci.cases import CONFORMANCE, ROOT, all_cases, families
 
 LANE = "gloo:cpu"
 SAMPLE = (
@@ -29,10 +29,10 @@ SAMPLE = (
 )
 
 
-def script(name, folder, release=None):
+def script(name, folder, subject=DEFAULT):
     case, facet = reproduce.find(name)
     path = folder / f"{name.replace('/', '-')}.py"
-    path.write_text(reproduce.script(case, facet, LANE, release))
+    path.write_text(reproduce.script(case, facet, LANE, None, subject))
     return path
 
 
@@ -59,6 +59,16 @@ def check(done):
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_case_runs_standalone(name, tmp_path):
     check(run(str(script(name, tmp_path))))
+
+
+def test_a_script_of_another_ddp_ends_with_1_where_it_breaks_a_law(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    subject = "tests.mutants.mean_gradients:SumsGradients"
+    done = run(str(script("mean_gradients.mean/w2", tmp_path, subject)))
+    assert done.returncode == 1, done.stdout + done.stderr
+    for rank in (0, 1):
+        assert f"rank {rank}: law inside DDP a rank gets the mean: BROKEN" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_a_case_runs_under_torchrun(tmp_path):
@@ -147,3 +157,8 @@ def test_what_a_release_does_and_what_is_expected_of_it_is_told_in_the_head(name
 def test_what_is_unknown_is_one_clear_line(arguments, capsys):
     assert reproduce.main(arguments) == 2
     assert capsys.readouterr().err.startswith("ci.reproduce: ")
+
+
+def test_a_case_that_is_mistyped_is_told_the_nearest(capsys):
+    assert reproduce.main(["mean_gradients.men"]) == 2
+    assert capsys.readouterr().err == "ci.reproduce: no case 'mean_gradients.men': did you mean mean_gradients.mean?\n"

@@ -2,6 +2,7 @@
 
 from ddp_conformance import record, tally
 
+from ci.cases import all_cases
 from tests.runs import Little
 
 CASES = """
@@ -40,7 +41,7 @@ def test_what_sums_up_a_run_is_the_last_to_be_read(tmp_path):
     assert run.exit == 1
     assert "fix first: mean_gradients.mean: broken law: the mean\n" in run.output
     assert "score: 1 of 2 MUST cases that tests.mutants.of_reduction:Sums offers hold, 1 is not offered\n" in run.output
-    hazards = "\n0 of 1 HAZARD cases are as with torch's DDP, which nobody promised\n"
+    hazards = "\nnot scored: 0 of 1 HAZARD cases are as with torch's DDP, which nobody promised\n"
     parts = ("\nFAILED ", "\nall ", "\nnot offered: 1 case: ", "\nfix first: ", hazards, "\nscore: ", " skipped in ")
     places = [run.output.rindex(part) for part in parts]
     assert places == sorted(places), run.output
@@ -80,6 +81,11 @@ def test_what_much_else_follows_from_is_mended_first():
         "autograd.hooks",
     ]
     assert told(*rest, "rank0_broadcast.parameters")[0] == "rank0_broadcast.parameters"
+
+
+def test_what_is_mended_first_is_a_claim_or_a_family():
+    known = {name for case in all_cases() for name in (case.claim, case.family)}
+    assert set(tally.FIX_FIRST) <= known
 
 
 def test_what_torch_does_too_is_mended_last_and_told_with_the_score(tmp_path):

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -177,6 +177,11 @@ class Subject:
                 raise NotOffered(f"{self.spec} has no {name}")
         return made
 
+    def close(self) -> None:
+        """Let the subject clean up after itself at the end of a case."""
+        if self._made and (teardown := _method(self._adapter, "teardown")):
+            teardown()
+
     def offers(self, name: str) -> bool:
         """
         Whether the subject has this constructor option, attribute or method.
@@ -243,7 +248,7 @@ class _AfterBackward:
         self.queued = False
 
     def __call__(self, made: Any, inputs: Any, output: Any) -> None:
-        from torch.utils._pytree import tree_flatten
+        self.queued = False  # a backward that raised never came to its end
 
         def queue(gradient: Any) -> None:
             if not self.queued:
@@ -260,9 +265,20 @@ class _AfterBackward:
             for parameter, gradient in gradients(made) if gradients is not None else ():
                 parameter.grad = gradient
 
-        for tensor in tree_flatten(output)[0]:
-            if isinstance(tensor, _torch().Tensor) and tensor.requires_grad:
+        for tensor in _tensors(output, set()):
+            if tensor.requires_grad:
                 tensor.register_hook(queue)
+
+def _tensors(output: Any, seen: set[int]) -> Iterator[Any]:
+    """All tensors of an output, also those in dataclasses and plain objects; what belongs to a module is no output."""
+    from torch.utils._pytree import tree_flatten
+
+    for leaf in tree_flatten(output)[0]:
+        if isinstance(leaf, _torch().Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and id(leaf) not in seen and not isinstance(leaf, (type, _torch().nn.Module)):
+            seen.add(id(leaf))
+            yield from _tensors(list(vars(leaf).values()), seen)
 
 
 # ---- rank.py
@@ -428,11 +444,14 @@ def _main(index, world_size, path):
         if TIMEOUT < RENDEZVOUS and hasattr(dist.distributed_c10d, "_set_pg_timeout"):
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT), dist.group.WORLD)
 
+    broken = []
+
     def tell(said):
         if "fact" in said:
             sys.stdout.write(f"rank {index}: {said['fact']} = {said['text']}\n")
         elif "law" in said:
             verdict = "holds" if said["holds"] else f"BROKEN\n{said['detail']}\n"
+            broken.extend([] if said["holds"] else [said["law"]])
             sys.stdout.write(f"rank {index}: law {said['law']}: {verdict}\n")
         sys.stdout.flush()
 
@@ -443,7 +462,10 @@ def _main(index, world_size, path):
         time.sleep(WAIT)
     elif GROUP and not MAY:
         dist.barrier()  # a rank that leaves while a peer still talks makes gloo fail there
-    os._exit(0)  # interpreter exit with live gloo threads can abort
+    if broken and path is not None:
+        open(f"{path}.broken", "w").close()  # a rank that fails would have the others ended
+        broken.clear()
+    os._exit(1 if broken else 0)  # interpreter exit with live gloo threads can abort
 
 
 if __name__ == "__main__":
@@ -455,3 +477,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         torch.multiprocessing.start_processes(_main, (WORLD, store), nprocs=WORLD, start_method="fork")
+        sys.exit(os.path.exists(f"{store}.broken"))
