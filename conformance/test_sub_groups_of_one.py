@@ -5,13 +5,13 @@ from ddp_conformance import MUST, case
 from ddp_conformance.models import WithBuffers
 from ddp_conformance.rank import mean_all_reduce
 
-GROUP = "nn/parallel/distributed.py: The process group to be used for distributed data all-reduction."
+PROCESS_GROUP = "nn/parallel/distributed.py: The process group to be used for distributed data all-reduction."
 
 
 @case(
     "sub_groups.of_one",
     level=MUST,
-    source=GROUP,
+    source=PROCESS_GROUP,
     each={
         "default": {},
         "find_unused": {"find_unused_parameters": True},
@@ -45,7 +45,7 @@ def test_a_group_of_one_rank_trains_as_the_module_alone(rank, options):
     rank.law("its own gradients after no_sync", model.weight.grad, 3 * gradient)
 
 
-@case("sub_groups.hook_of_one", level=MUST, source=GROUP, world=(1, 2), catalogue=("A04", "I02"))
+@case("sub_groups.hook_of_one", level=MUST, source=PROCESS_GROUP, world=(1, 2), catalogue=("A04", "I02"))
 def test_a_hook_in_a_group_of_one_rank_sees_what_accumulated(rank):
     """In a group of one rank a communication hook is handed the gradients that the rank has accumulated."""
     groups = [dist.new_group([r]) for r in range(rank.world_size)]
