@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from ddp_conformance.ranks import Observation, RankReport, break_off
 
 from tests.runs import Little
 
@@ -306,3 +307,22 @@ def test_no_report_is_longer_than_a_person_reads(run):
 def test_output_of_any_length_takes_no_memory_of_pytest(run):
     assert json.loads((run.folder / "test_output").read_text()) < 20e6
     assert json.loads((run.folder / "test_long_law").read_text()) > 40e6, "what does take memory is seen"
+
+
+@pytest.mark.parametrize(
+    ("peer", "outcome", "may", "is_break"),
+    [
+        ("waiting", "SIGSEGV", (), False),
+        ("waiting", "raised ValueError", (), False),
+        ("lost a peer", "exit 3", (), False),
+        ("waiting", "SIGSEGV", ("die",), True),
+        ("waiting", "lost a peer", (), True),
+        ("waiting", "returned", (), True),
+        ("raised OSError", "SIGSEGV", (), True),
+        ("SIGKILL", "raised ValueError", (), True),
+    ],
+)
+def test_a_failed_program_is_judged_though_a_peer_had_not_begun(peer, outcome, may, is_break):
+    """On a busy machine a rank may die before its peer says that it begins: that is no fault of the environment."""
+    ranks = [RankReport(0, outcome=peer), RankReport(1, begun=True, outcome=outcome)]
+    assert bool(break_off(Observation(ranks), may)) == is_break
