@@ -322,7 +322,7 @@ def test_output_of_any_length_takes_no_memory_of_pytest(run):
         ("SIGKILL", "raised ValueError", (), True),
     ],
 )
-def test_a_failed_program_is_judged_though_a_peer_had_not_begun(peer, outcome, may, is_break):
-    """On a busy machine a rank may die before its peer says that it begins: that is no fault of the environment."""
+def test_a_failed_program_is_judged_though_a_peer_never_began(peer, outcome, may, is_break):
+    """A rank may die while gloo still connects its peer, which then has no cause of its own to tell."""
     ranks = [RankReport(0, outcome=peer), RankReport(1, begun=True, outcome=outcome)]
     assert bool(break_off(Observation(ranks), may)) == is_break
