@@ -41,7 +41,7 @@ def test_the_wrapper_holds_the_module_itself(rank):
     reports=("pytorch/pytorch#25550", "pytorch/pytorch#41790"),
 )
 def test_a_module_without_a_trainable_parameter_is_refused(rank, count):
-    """A module without any parameter that requires a gradient is refused, whether it has none or all are frozen."""
+    """A module without any parameter that requires a gradient is refused before anything is sent, whether it has none or all are frozen."""
     model = Scalars(*"ab"[:count]).requires_grad_(False)
     with rank.raises("nothing_to_train", RuntimeError, match=REFUSED):
         rank.wrap(model)

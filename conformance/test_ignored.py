@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 DOCUMENTED = "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+IGNORES = ("_set_params_and_buffers_to_ignore_for_model",)
 IGNORE_TESTS = (
     "distributed_test.py::DistributedTest._DistTestBase::test_ddp_ignore_params_arg",
     "distributed_test.py::DistributedTest._DistTestBase::test_ddp_model_diff_shape_across_ranks_ignore_params",
@@ -50,7 +51,13 @@ def half_ignored(rank) -> Pair:
 
 
 @case(
-    "ignored.not_broadcast", level=MUST, source=DOCUMENTED, world=(2, 3), catalogue=("L01",), torch_tests=IGNORE_TESTS
+    "ignored.not_broadcast",
+    level=MUST,
+    source=DOCUMENTED,
+    needs=IGNORES,
+    world=(2, 3),
+    catalogue=("L01",),
+    torch_tests=IGNORE_TESTS,
 )
 def test_an_ignored_parameter_is_not_broadcast(rank):
     """An ignored parameter keeps the rank's own values through construction, while its neighbours take rank 0's."""
@@ -61,7 +68,15 @@ def test_an_ignored_parameter_is_not_broadcast(rank):
     rank.show("ignored", model.left.weight)
 
 
-@case("ignored.not_reduced", level=MUST, source=DOCUMENTED, world=(2, 3), catalogue=("L01",), torch_tests=IGNORE_TESTS)
+@case(
+    "ignored.not_reduced",
+    level=MUST,
+    source=DOCUMENTED,
+    needs=IGNORES,
+    world=(2, 3),
+    catalogue=("L01",),
+    torch_tests=IGNORE_TESTS,
+)
 def test_an_ignored_parameter_is_not_reduced(rank):
     """An ignored parameter keeps the rank's own gradient in every iteration, while its neighbours get the mean."""
     model = half_ignored(rank)
@@ -77,7 +92,13 @@ def test_an_ignored_parameter_is_not_reduced(rank):
 
 
 @case(
-    "ignored.not_compared", level=MUST, source=DOCUMENTED, group_timeout=1, catalogue=("L01",), torch_tests=IGNORE_TESTS
+    "ignored.not_compared",
+    level=MUST,
+    source=DOCUMENTED,
+    needs=IGNORES,
+    group_timeout=1,
+    catalogue=("L01",),
+    torch_tests=IGNORE_TESTS,
 )
 def test_an_ignored_parameter_may_differ_in_shape_or_be_missing(rank):
     """Ignored parameters are not compared: their shapes may differ between ranks, and a rank may have more of them than others."""
@@ -94,7 +115,7 @@ def test_an_ignored_parameter_may_differ_in_shape_or_be_missing(rank):
     rank.law("what is not ignored is rank 0's", model.kept.weight, rank.tensor(1.0))
 
 
-@case("ignored.buffers", level=MUST, source=DOCUMENTED, catalogue=("L01",))
+@case("ignored.buffers", level=MUST, source=DOCUMENTED, needs=IGNORES, catalogue=("L01",))
 def test_an_ignored_buffer_is_never_broadcast(rank):
     """An ignored buffer keeps the rank's own values at construction and at every forward, while its neighbour takes rank 0's each time."""
     model = half_ignored(rank)
@@ -110,7 +131,14 @@ def test_an_ignored_buffer_is_never_broadcast(rank):
         rank.law(f"forward {step + 1} sees rank 0's of the other", model.kept.seen, rank.tensor(10.0 * (step + 1)))
 
 
-@case("ignored.other_device", level=OBSERVED, source=DOCUMENTED, catalogue=("A14", "L01"), torch_tests=SHARDED_TESTS)
+@case(
+    "ignored.other_device",
+    level=OBSERVED,
+    source=DOCUMENTED,
+    needs=IGNORES,
+    catalogue=("A14", "L01"),
+    torch_tests=SHARDED_TESTS,
+)
 def test_an_ignored_parameter_may_lie_anywhere(rank):
     """An ignored parameter may lie on another type of device, here meta, where any other would make the module refused."""
     model = Pair(1.0 + rank.index).to(rank.device)
@@ -121,7 +149,7 @@ def test_an_ignored_parameter_may_lie_anywhere(rank):
     rank.law("what is not ignored is rank 0's", model.kept.weight, rank.tensor(1.0))
 
 
-@case("ignored.nothing_left", level=OBSERVED, source=DOCUMENTED, catalogue=("A10", "L01"))
+@case("ignored.nothing_left", level=OBSERVED, source=DOCUMENTED, needs=IGNORES, catalogue=("A10", "L01"))
 def test_a_module_whose_parameters_are_all_ignored_is_refused(rank):
     """A module whose trainable parameters are all ignored is refused, as one that has none."""
     model = ignore(Pair(1.0), "kept.weight", "left.weight")
@@ -154,7 +182,7 @@ def behaviour(rank, *names: str) -> tuple[bool, bool]:
     return bool(broadcast == 1.0), bool(model.top.grad == mean)
 
 
-@case("ignored.root_parameter_by_name", level=HAZARD, source=DOCUMENTED, catalogue=("L02",))
+@case("ignored.root_parameter_by_name", level=HAZARD, source=DOCUMENTED, needs=IGNORES, catalogue=("L02",))
 def test_a_parameter_of_the_module_itself_ignored_by_its_name_is_still_reduced(rank):
     """A parameter of the wrapped module itself, ignored by its name, "top", is left out of the broadcast but reduced all the same.
 
@@ -166,7 +194,7 @@ def test_a_parameter_of_the_module_itself_ignored_by_its_name_is_still_reduced(r
     rank.law("it is reduced", reduced, True)
 
 
-@case("ignored.root_parameter_by_formula", level=HAZARD, source=DOCUMENTED, catalogue=("L02",))
+@case("ignored.root_parameter_by_formula", level=HAZARD, source=DOCUMENTED, needs=IGNORES, catalogue=("L02",))
 def test_a_parameter_of_the_module_itself_ignored_by_the_documented_formula_is_still_broadcast(rank):
     """A parameter of the wrapped module itself, ignored as the documented formula has it, ".top", is not reduced but broadcast all the same.
 
@@ -178,7 +206,7 @@ def test_a_parameter_of_the_module_itself_ignored_by_the_documented_formula_is_s
     rank.law("it is not reduced", reduced, False)
 
 
-@case("ignored.root_parameter_by_both", level=OBSERVED, source=DOCUMENTED, catalogue=("L02",))
+@case("ignored.root_parameter_by_both", level=OBSERVED, source=DOCUMENTED, needs=IGNORES, catalogue=("L02",))
 def test_both_spellings_together_ignore_a_parameter_of_the_module_itself(rank):
     """Both spellings together, "top" and ".top", ignore a parameter of the wrapped module itself for good."""
     broadcast, reduced = behaviour(rank, "top", ".top")
@@ -187,7 +215,7 @@ def test_both_spellings_together_ignore_a_parameter_of_the_module_itself(rank):
     rank.law("it is not reduced", reduced, False)
 
 
-@case("ignored.unknown_name", level=HAZARD, source=DOCUMENTED, catalogue=("L02",))
+@case("ignored.unknown_name", level=HAZARD, source=DOCUMENTED, needs=IGNORES, catalogue=("L02",))
 def test_a_name_that_matches_nothing_is_accepted(rank):
     """A name that matches nothing, a misspelt one, is accepted in silence, and the parameter that was meant is broadcast and reduced."""
     model = ignore(Pair(1.0 + rank.index), "left.wieght")
@@ -197,7 +225,7 @@ def test_a_name_that_matches_nothing_is_accepted(rank):
     rank.law("it is reduced", model.left.weight.grad, rank.mean(lambda r: rank.batch(1, of=r))[0])
 
 
-@case("ignored.too_late", level=OBSERVED, source=DOCUMENTED, catalogue=("L01",))
+@case("ignored.too_late", level=OBSERVED, source=DOCUMENTED, needs=IGNORES, catalogue=("L01",))
 def test_names_declared_after_wrapping_come_too_late(rank):
     """Names are read by the constructor: a parameter that is declared ignored after wrapping is reduced as before."""
     model = Pair(1.0 + rank.index)
@@ -214,7 +242,7 @@ def test_names_declared_after_wrapping_come_too_late(rank):
     "ignored.data_parallel_params",
     level=MUST,
     source="DistributedDataParallel._get_data_parallel_params",
-    needs=("_get_data_parallel_params",),
+    needs=(*IGNORES, "_get_data_parallel_params"),
     catalogue=("L03",),
     torch_tests=("distributed_test.py::DistributedTest._DistTestBase::test_get_data_parallel_params",),
 )
@@ -230,7 +258,7 @@ def test_the_parameters_that_ddp_manages_are_those_not_ignored(rank):
     "ignored.named_params",
     level=HAZARD,
     source="DistributedDataParallel._get_data_parallel_params",
-    needs=("_get_data_parallel_params",),
+    needs=(*IGNORES, "_get_data_parallel_params"),
     catalogue=("L03",),
     torch_tests=("distributed_test.py::DistributedTest._DistTestBase::test_get_data_parallel_params",),
 )
@@ -250,7 +278,7 @@ def test_asked_for_with_their_names_all_parameters_count_as_managed(rank):
     "ignored.not_cast",
     level=MUST,
     source=DOCUMENTED,
-    needs=("device:cuda", "mixed_precision"),
+    needs=(*IGNORES, "device:cuda", "mixed_precision"),
     lanes=("*:cuda",),
     catalogue=("L01", "O03"),
 )

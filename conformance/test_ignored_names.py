@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 DOCUMENTED = "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+IGNORES = ("_set_params_and_buffers_to_ignore_for_model",)
 
 
 class Layer(nn.Module):
@@ -42,7 +43,7 @@ def ignore(model: nn.Module, *names: str) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
 
 
-@case("ignored.whole_names", level=MUST, source=DOCUMENTED, catalogue=("L01",))
+@case("ignored.whole_names", level=MUST, source=DOCUMENTED, needs=IGNORES, catalogue=("L01",))
 def test_only_the_very_names_are_ignored(rank):
     """Ignored is what has the very name that was given: others whose names begin or end with it, or equal it in another module, are broadcast and reduced."""
     model = Layers(1.0 + rank.index)
@@ -64,7 +65,7 @@ def test_only_the_very_names_are_ignored(rank):
             rank.law(f"{prefix}.{name} in the forward", seen, rank.tensor(10 + (rank.index if is_own else 0)))
 
 
-@case("ignored.module_by_module", level=MUST, source=DOCUMENTED, catalogue=("L01",))
+@case("ignored.module_by_module", level=MUST, source=DOCUMENTED, needs=IGNORES, catalogue=("L01",))
 def test_names_are_ignored_in_the_module_that_they_were_given_for(rank):
     """What is to be ignored in one module is broadcast and reduced in another that has the same names and is wrapped later."""
     first, second = Layers(1.0 + rank.index), Layers(1.0 + rank.index)
@@ -77,7 +78,7 @@ def test_names_are_ignored_in_the_module_that_they_were_given_for(rank):
     rank.law("the gradient is the mean", second.left.weight.grad, rank.mean(lambda r: rank.batch(1, of=r))[0])
 
 
-@case("serialization.copy_ignores_buffers", level=MUST, source=DOCUMENTED, catalogue=("L01", "N03"))
+@case("serialization.copy_ignores_buffers", level=MUST, source=DOCUMENTED, needs=IGNORES, catalogue=("L01", "N03"))
 def test_a_copy_leaves_ignored_buffers_alone(rank):
     """A forward of a copy leaves ignored buffers alone, and begins with rank 0's others."""
     model = nn.Sequential(WithBuffers(kept=torch.zeros(1), left=torch.zeros(1)))

@@ -67,7 +67,7 @@ def test_the_end_brings_frozen_parameters(rank):
     "join.ends_without_ignored_parameters",
     level=MUST,
     source="DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-    needs=("join",),
+    needs=("join", "_set_params_and_buffers_to_ignore_for_model"),
     catalogue=("K04", "L01"),
 )
 def test_the_end_leaves_ignored_parameters_alone(rank):

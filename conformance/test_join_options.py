@@ -80,7 +80,7 @@ def test_the_end_brings_the_last_joiners_model_of_every_module(rank):
     "join.ends_without_ignored_buffers",
     level=MUST,
     source="DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-    needs=("join",),
+    needs=("join", "_set_params_and_buffers_to_ignore_for_model"),
     catalogue=("K04", "L01"),
 )
 def test_the_end_leaves_ignored_buffers_alone(rank):

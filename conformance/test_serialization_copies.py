@@ -43,6 +43,7 @@ def test_a_copy_syncs_buffers_as_its_original_does(rank, chosen):
     "serialization.copy_ignores",
     level=MUST,
     source=f"{DDP}._set_params_and_buffers_to_ignore_for_model",
+    needs=("_set_params_and_buffers_to_ignore_for_model",),
     each={"deepcopy": copy.deepcopy, "pickle": unpickled},
     catalogue=("L01", "N03"),
 )

@@ -36,6 +36,7 @@ def test_the_gradient_of_a_frozen_parameter_is_left_alone(rank, later):
     "wrapper.state_dict_of_ignored",
     level=OBSERVED,
     source="DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    needs=("_set_params_and_buffers_to_ignore_for_model",),
     catalogue=("L01", "N01"),
     reports=("hpcaitech/ColossalAI#2443",),
 )

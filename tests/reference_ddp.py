@@ -71,7 +71,7 @@ class ReferenceDDP(nn.Module):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.hook = None
-        self.ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # as DDP is told, by name
+        self.ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.start_up()
 
     def start_up(self):
@@ -91,6 +91,11 @@ class ReferenceDDP(nn.Module):
         self.watch_gradients()
 
     # Construction
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module, names):
+        """Declare parameters and buffers, before the module is wrapped, that are none of our business."""
+        module._ddp_params_and_buffers_to_ignore = names
 
     def parameters_in_care(self):
         return [parameter for name, parameter in self.module.named_parameters() if name not in self.ignored]
