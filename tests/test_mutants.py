@@ -45,7 +45,7 @@ class MadeUp(trials.Trials):
         if outcome == "slow":
             outcome = "waiting" if deadline == trials.DEADLINE else "returned"
         law = ("the law", shot.id not in self.broken.get(subject, ()), "")
-        report = RankReport(0, begun=True, outcome=outcome, laws=[law] * (outcome == "returned"))
+        report = RankReport(0, ready=True, outcome=outcome, laws=[law] * (outcome == "returned"))
         return Observation([report], broke_off="no space left" if outcome == "broke off" else None)
 
 

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from ddp_conformance.ranks import Observation, RankReport, break_off
 
 from tests.runs import Little
 
@@ -309,20 +308,45 @@ def test_output_of_any_length_takes_no_memory_of_pytest(run):
     assert json.loads((run.folder / "test_long_law").read_text()) > 40e6, "what does take memory is seen"
 
 
-@pytest.mark.parametrize(
-    ("peer", "outcome", "may", "is_break"),
-    [
-        ("waiting", "SIGSEGV", (), False),
-        ("waiting", "raised ValueError", (), False),
-        ("lost a peer", "exit 3", (), False),
-        ("waiting", "SIGSEGV", ("die",), True),
-        ("waiting", "lost a peer", (), True),
-        ("waiting", "returned", (), True),
-        ("raised OSError", "SIGSEGV", (), True),
-        ("SIGKILL", "raised ValueError", (), True),
-    ],
-)
-def test_a_failed_program_is_judged_though_a_peer_never_began(peer, outcome, may, is_break):
-    """A rank may die while gloo still connects its peer, which then has no cause of its own to tell."""
-    ranks = [RankReport(0, outcome=peer), RankReport(1, begun=True, outcome=outcome)]
-    assert bool(break_off(Observation(ranks), may)) == is_break
+SLOW = """\
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def register():
+    dist.Backend.register_backend("slow", create, devices=["cpu"])
+
+
+def create(store, rank, size, timeout):
+    group = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    if rank == 1:  # as one that still connects to a third, when rank 0 has connected to both
+        time.sleep(1)
+        Path("set_up").touch()
+    return group
+"""
+
+BEGINS = """\
+import os
+
+from ddp_conformance import MUST, case
+
+
+@case("ends.at_once", level=MUST, source="here")
+def test_at_once(rank):
+    \"\"\"A rank dies as soon as it begins, and its peer has been set up.\"\"\"
+    rank.show("set_up", os.path.exists("set_up"))
+    if rank.index == 0:
+        os._exit(3)
+"""
+
+
+def test_no_rank_begins_before_all_are_set_up(tmp_path):
+    """A peer that was still being set up would lose the one that died there, and say that the environment is broken."""
+    suite = Little(tmp_path / "suite")
+    suite.write("slow.py", SLOW)
+    suite.write("test_begins.py", BEGINS)
+    run = suite.run("--lane=slow:cpu", "--lane-import=slow:register")
+    case = run.cases["ends.at_once"]
+    assert (case["verdict"], case["facts"]["set_up"]) == ("violated", "True"), run.output
