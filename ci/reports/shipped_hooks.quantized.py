@@ -441,6 +441,7 @@ def _main(index, world_size, path):
         if path is not None:
             options.update(store=dist.FileStore(path, world_size), rank=index, world_size=world_size)
         dist.init_process_group(BACKEND, **options)
+        store = dist.distributed_c10d._get_default_store()
         if TIMEOUT < RENDEZVOUS and hasattr(dist.distributed_c10d, "_set_pg_timeout"):
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT), dist.group.WORLD)
 
@@ -461,7 +462,9 @@ def _main(index, world_size, path):
         tell({"fact": "outcome", "text": f"returned, and stays for {WAIT:.0f} s: a peer that waits fails once this one leaves"})
         time.sleep(WAIT)
     elif GROUP and not MAY:
-        dist.barrier()  # a rank that leaves while a peer still talks makes gloo fail there
+        # A rank that leaves while a peer still talks makes gloo fail there; and a group that timed out has no barrier.
+        store.set(f"left/{index}", "")
+        store.wait([f"left/{each}" for each in range(world_size)])
     if broken and path is not None:
         open(f"{path}.broken", "w").close()  # a rank that fails would have the others ended
         broken.clear()
